@@ -1,0 +1,1 @@
+"""What tapcheck claims about captures, and how each claim is judged."""

@@ -1,0 +1,1 @@
+"""The compatibility matrix: what was tested, on which hardware and software, and what is known."""
