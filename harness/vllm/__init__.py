@@ -1,0 +1,1 @@
+"""Capture inside vLLM: the backend, the worker extension, and the runner adapters."""

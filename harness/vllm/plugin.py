@@ -1,0 +1,5 @@
+"""vLLM's general plugin."""
+
+
+def register() -> None:
+    """Do nothing."""
