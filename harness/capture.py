@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -104,3 +104,172 @@ class Capture:
         twice = sorted({name for name in ids if ids.count(name) > 1}) if len(set(ids)) < len(ids) else []
         if twice:
             raise CaptureError(f"request id {twice[0]!r} stands for two requests: ids must be unique")
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The captured sites, in execution order."""
+        return tuple(sorted(self.rows))
+
+    def __len__(self) -> int:
+        return sum(len(rows) for rows in self.rows.values())
+
+    def __getitem__(self, site: str | Site) -> SiteRows:
+        """The rows of one site; raises KeyError that lists what was captured."""
+        wanted = parse_site(site)
+        if wanted not in self.rows:
+            captured = ", ".join(map(str, self.sites)) or "nothing"
+            raise KeyError(f"site {str(wanted)!r} is not in this capture, which has {captured}")
+        return self.rows[wanted]
+
+    def request(self, request_id: str) -> Request:
+        """The request of that id; raises KeyError that lists the ids."""
+        for request in self.requests:
+            if request.id == request_id:
+                return request
+        known = ", ".join(repr(request.id) for request in self.requests)
+        raise KeyError(f"request {request_id!r} is not in this capture, which has {known}")
+
+    def row(self, request_id: str, site: str | Site, position: int) -> torch.Tensor:
+        """One row's values, shape [width]; raises KeyError when it isn't there exactly once."""
+        rows = self[site]
+        index = self.requests.index(self.request(request_id))
+        found = np.flatnonzero(
+            (rows.columns.request == index) & (rows.columns.position == position)
+        )
+        if len(found) != 1:
+            raise KeyError(
+                f"request {request_id!r}, site {site}, position {position}: {len(found)} rows"
+            )
+        return rows.values[int(found[0])]
+
+    def __iter__(self) -> Iterator[Row]:
+        """Rows in forward-pass order within each request: position, then layer."""
+        sites = self.sites
+        keys = [
+            (int(request), int(position), order, index)
+            for order, site in enumerate(sites)
+            for index, (request, position) in enumerate(
+                zip(self.rows[site].columns.request, self.rows[site].columns.position, strict=True)
+            )
+        ]
+        for request_index, position, order, index in sorted(keys):
+            request, rows = self.requests[request_index], self.rows[sites[order]]
+            yield Row(
+                request_id=request.id,
+                site=sites[order],
+                position=position,
+                generated=position >= request.prompt_length,
+                step=int(rows.columns.step[index]),
+                monotonic_ns=int(rows.columns.monotonic_ns[index]),
+                unix_ns=int(rows.columns.unix_ns[index]),
+                values=rows.values[index],
+            )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Capture):
+            return NotImplemented
+        return (
+            self.requests == other.requests
+            and set(self.rows) == set(other.rows)
+            and all(_same_rows(rows, other.rows[site]) for site, rows in self.rows.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def select(
+        self,
+        *,
+        requests: Iterable[str] | None = None,
+        sites: Iterable[str | Site] | None = None,
+        select: Iterable[int | str] | None = None,
+    ) -> Capture:
+        """The capture of these request ids, sites and selectors only; None keeps all.
+
+        Raises KeyError for an id or a site that isn't captured, SelectorError for a bad selector.
+        """
+        from tapcheck.selectors import parse_selectors, resolve
+
+        chosen = (
+            self.requests if requests is None else tuple(self.request(name) for name in requests)
+        )
+        wanted = self.sites if sites is None else tuple(parse_site(site) for site in sites)
+        new_index = {self.requests.index(request): new for new, request in enumerate(chosen)}
+        selectors = None if select is None else parse_selectors(select)
+        positions = {
+            old: None if selectors is None else np.array(resolve(selectors, self.requests[old]))
+            for old in new_index
+        }
+        picked: dict[Site, SiteRows] = {}
+        for site in wanted:
+            columns = self[site].columns
+            keep = np.zeros(len(columns), dtype=bool)
+            for old, wanted_positions in positions.items():
+                mine = columns.request == old
+                if wanted_positions is not None:
+                    mine &= np.isin(columns.position, wanted_positions)
+                keep |= mine
+            rows = self[site].take(np.flatnonzero(keep))
+            renumbered = np.array([new_index[int(old)] for old in rows.columns.request], np.int64)
+            picked[site] = SiteRows(replace(rows.columns, request=renumbered), rows.values)
+        return Capture(chosen, picked, self.metadata)
+
+    def split(self) -> dict[str, Capture]:
+        """One capture for each request, by id; `join` puts them back together."""
+        return {request.id: self.select(requests=[request.id]) for request in self.requests}
+
+
+def _same_rows(one: SiteRows, other: SiteRows) -> bool:
+    if len(one) != len(other) or one.values.dtype != other.values.dtype:
+        return False
+    if one.values.shape != other.values.shape:
+        return False
+    first = np.lexsort((one.columns.position, one.columns.request))
+    second = np.lexsort((other.columns.position, other.columns.request))
+    a, b = one.take(first), other.take(second)
+    return (
+        np.array_equal(a.columns.request, b.columns.request)
+        and np.array_equal(a.columns.position, b.columns.position)
+        and torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8))
+    )
+
+
+def join(captures: Sequence[Capture]) -> Capture:
+    """One capture of all the requests and sites of `captures`: the inverse of `Capture.split`.
+
+    The parts may share requests (then they must agree on the token ids and bring different rows)
+    and needn't have the same sites. Raises CaptureError when two parts hold the same row or
+    disagree on a request, a width or a dtype.
+    """
+    requests: dict[str, Request] = {}
+    for capture in captures:
+        for request in capture.requests:
+            if requests.setdefault(request.id, request) != request:
+                raise CaptureError(f"request {request.id!r} has other token ids in another part")
+    index_of = {name: index for index, name in enumerate(requests)}
+    parts: dict[Site, list[SiteRows]] = {}
+    for capture in captures:
+        new_index = np.array([index_of[request.id] for request in capture.requests], np.int64)
+        for site, rows in capture.rows.items():
+            renumbered = new_index[rows.columns.request] if len(rows) else rows.columns.request
+            columns = replace(rows.columns, request=renumbered)
+            parts.setdefault(site, []).append(SiteRows(columns, rows.values))
+    joined = {site: _join_rows(site, parts[site], tuple(requests)) for site in sorted(parts)}
+    return Capture(tuple(requests.values()), joined, captures[0].metadata if captures else {})
+
+
+def _join_rows(site: Site, parts: Sequence[SiteRows], ids: Sequence[str]) -> SiteRows:
+    kinds = {(part.values.dtype, part.values.shape[1]) for part in parts}
+    if len(kinds) > 1:
+        raise CaptureError(f"site {site}: the parts differ in dtype or width: {sorted(map(str, kinds))}")
+    columns = concatenate([part.columns for part in parts])
+    order = np.lexsort((columns.position, columns.request))
+    rows = SiteRows(columns, torch.cat([part.values for part in parts])).take(order)
+    request, position = rows.columns.request, rows.columns.position
+    twice = np.flatnonzero((np.diff(request) == 0) & (np.diff(position) == 0))
+    if len(twice):
+        at = int(twice[0])
+        raise CaptureError(
+            f"request {ids[request[at]]!r}, site {site}, position {position[at]}: two parts hold "
+            "this row"
+        )
+    return rows
