@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["completed", "skip", "xfail", "error", "timeout", "crash", "not exercised"]
 Status = Literal["pass", "fail", "skip", "xfail", "error", "timeout", "crash", "not exercised"]
+Verdict = Literal["pass", "fail"]
 Metric = int | float
 
 
@@ -61,3 +62,19 @@ def _holds(condition: Condition, metrics: Mapping[str, Metric]) -> bool:
     if condition.op == ">=":
         return value >= bound
     return value == bound
+
+
+def row_verdict(results: Iterable[CheckResult], expected: Iterable[str]) -> Verdict:
+    """Pass when every expected check is there once and passes, and no other result is worse.
+
+    An expected failure counts as a pass beside one real pass at least; a skip, an absent check or
+    one whose situation never arose does not.
+    """
+    statuses: dict[str, Status] = {}
+    for result in results:
+        if result.name in statuses:
+            return "fail"
+        statuses[result.name] = status(result)
+    complete = all(name in statuses for name in expected)
+    sound = "pass" in statuses.values() and set(statuses.values()) <= {"pass", "xfail"}
+    return "pass" if complete and sound else "fail"

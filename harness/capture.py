@@ -1,4 +1,4 @@
-"""The capture container: rows of hidden states with the request, site and position they belong to."""
+"""The capture container: rows of hidden states and the request, site and position of each."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ from tapcheck.sites import Site, parse_site
 
 IntArray = npt.NDArray[np.int64]
 
+# The dtypes in which rows are kept, moved and stored, by the names that files and headers use.
+VALUE_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Columns:
@@ -31,6 +39,11 @@ class Columns:
     step: IntArray
     monotonic_ns: IntArray
     unix_ns: IntArray
+
+    def __post_init__(self) -> None:
+        shapes = {name: np.shape(getattr(self, name)) for name in COLUMN_NAMES}
+        if len(set(shapes.values())) > 1 or len(self.position.shape) != 1:
+            raise CaptureError(f"columns must all have the same shape [rows], not {shapes}")
 
     def __len__(self) -> int:
         return len(self.position)
@@ -63,6 +76,11 @@ class SiteRows:
                 f"a site's values have shape {tuple(self.values.shape)} but its columns have "
                 f"{len(self.columns)} rows: values must be [rows, width]"
             )
+        if self.values.dtype not in VALUE_DTYPES.values():
+            raise CaptureError(
+                f"a site's values are {self.values.dtype}: rows are kept as "
+                f"{', '.join(VALUE_DTYPES)}"
+            )
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -72,7 +90,7 @@ class SiteRows:
         return SiteRows(self.columns.take(index), self.values[torch.from_numpy(index)])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One token's vector at one site, for one request; `values` has shape [width]."""
 
@@ -101,9 +119,15 @@ class Capture:
 
     def __post_init__(self) -> None:
         ids = [request.id for request in self.requests]
-        twice = sorted({name for name in ids if ids.count(name) > 1}) if len(set(ids)) < len(ids) else []
-        if twice:
-            raise CaptureError(f"request id {twice[0]!r} stands for two requests: ids must be unique")
+        if len(set(ids)) < len(ids):
+            twice = next(name for name in ids if ids.count(name) > 1)
+            raise CaptureError(f"request id {twice!r} stands for two requests: ids must be unique")
+        for site, rows in self.rows.items():
+            owner = rows.columns.request
+            if len(owner) and not 0 <= owner.min() <= owner.max() < len(ids):
+                raise CaptureError(
+                    f"site {site}: a row's request index is outside the {len(ids)} requests"
+                )
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -120,6 +144,10 @@ class Capture:
             captured = ", ".join(map(str, self.sites)) or "nothing"
             raise KeyError(f"site {str(wanted)!r} is not in this capture, which has {captured}")
         return self.rows[wanted]
+
+    def __contains__(self, site: object) -> bool:
+        """Whether a site was captured: `"resid_post.0" in capture`."""
+        return isinstance(site, str | Site) and parse_site(site) in self.rows
 
     def request(self, request_id: str) -> Request:
         """The request of that id; raises KeyError that lists the ids."""
@@ -196,7 +224,9 @@ class Capture:
         new_index = {self.requests.index(request): new for new, request in enumerate(chosen)}
         selectors = None if select is None else parse_selectors(select)
         positions = {
-            old: None if selectors is None else np.array(resolve(selectors, self.requests[old]))
+            old: None
+            if selectors is None
+            else np.array(resolve(selectors, self.requests[old]), np.int64)
             for old in new_index
         }
         picked: dict[Site, SiteRows] = {}
@@ -260,7 +290,8 @@ def join(captures: Sequence[Capture]) -> Capture:
 def _join_rows(site: Site, parts: Sequence[SiteRows], ids: Sequence[str]) -> SiteRows:
     kinds = {(part.values.dtype, part.values.shape[1]) for part in parts}
     if len(kinds) > 1:
-        raise CaptureError(f"site {site}: the parts differ in dtype or width: {sorted(map(str, kinds))}")
+        differ = " and ".join(sorted(f"{dtype} x {width}" for dtype, width in kinds))
+        raise CaptureError(f"site {site}: the parts differ in dtype or width: {differ}")
     columns = concatenate([part.columns for part in parts])
     order = np.lexsort((columns.position, columns.request))
     rows = SiteRows(columns, torch.cat([part.values for part in parts])).take(order)

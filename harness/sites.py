@@ -45,7 +45,7 @@ def parse_site(text: str | Site) -> Site:
     """Read `resid_post.6` or `final_norm`; raises SiteError that names the nearest right name."""
     if isinstance(text, Site):
         return text
-    match = _SITE.fullmatch(text.strip())
+    match = _SITE.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise SiteError(
             f"site {text!r} is not a site: write POINT.LAYER, such as resid_post.0, "
@@ -64,8 +64,8 @@ def parse_site(text: str | Site) -> Site:
             raise SiteError(f"site {text!r}: {point} has no layer; write {point!r}")
         return Site(point)
     if layer is None:
-        raise SiteError(f"site {text!r}: {point} needs a layer; write {point + '.0'!r} for the first")
-    if not layer.isdecimal():
+        raise SiteError(f"site {text!r}: {point} needs a layer, such as {point + '.0'!r}")
+    if not (layer.isascii() and layer.isdecimal() and len(layer) < 10):
         raise SiteError(f"site {text!r}: the layer is an index from 0, not {layer!r}")
     return Site(point, int(layer))
 
@@ -75,6 +75,8 @@ def parse_sites(texts: Iterable[str | Site], num_layers: int) -> tuple[Site, ...
 
     Raises SiteError for an unknown site, a layer beyond the last, or no site at all.
     """
+    if isinstance(texts, str):
+        raise SiteError(f"sites come in a list: write [{texts!r}] for this one alone")
     sites = sorted({parse_site(text) for text in texts})
     if not sites:
         raise SiteError("no site was named: name at least one, such as resid_post.0")

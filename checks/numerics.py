@@ -1,0 +1,147 @@
+"""How far two tensors of rows are apart, row by row.
+
+For a row `a` (actual) and `e` (expected), with d = a - e and Euclidean norms:
+
+- relative error = |d| / |e|; 0 when a and e are both zero, infinite when only e is
+- cosine         = a.e / (|a| |e|); 1 when both are zero, 0 when one is
+- norm ratio     = |a| / |e|; 1 when both are zero, infinite when only e is
+- largest absolute difference = max |d[i]|, at the first feature i that reaches it
+
+A row with a NaN or an Inf in `a` or `e` has NaN for all four, and the feature is the first that
+isn't finite. NaN satisfies no tolerance, so such a row never passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+BLOCK_ELEMENTS = 1 << 18  # 1 MiB of float32: a block and its difference stay in the cache
+# Norms below this are of elements whose squares float32 can't hold in full.
+TINY_NORM = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class RowMetrics:
+    """Metrics of n pairs of rows, as defined above; every array has shape [n].
+
+    nan_count, inf_count: features where either row holds a NaN, or else an Inf.
+    """
+
+    relative_error: FloatArray
+    cosine: FloatArray
+    norm_ratio: FloatArray
+    max_abs_diff: FloatArray
+    max_abs_feature: IntArray
+    nan_count: IntArray
+    inf_count: IntArray
+
+    def __len__(self) -> int:
+        return len(self.relative_error)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[RowMetrics]) -> RowMetrics:
+        """The metrics of all parts, one after the other; of no pair of rows without parts."""
+        no_rows = np.empty(0)
+        arrays = {
+            field.name: np.concatenate([no_rows, *(getattr(part, field.name) for part in parts)])
+            for field in fields(cls)
+        }
+        whole = ("max_abs_feature", "nan_count", "inf_count")
+        return cls(**arrays | {name: arrays[name].astype(np.int64) for name in whole})
+
+
+def row_metrics(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    actual_index: IntArray | None = None,
+    expected_index: IntArray | None = None,
+    block_elements: int = BLOCK_ELEMENTS,
+) -> RowMetrics:
+    """Compare row `actual_index[i]` of `actual` with row `expected_index[i]` of `expected`.
+
+    Both tensors have shape [rows, width], in any floating dtype each; without indices, row i is
+    compared with row i. Rows are widened to float32 (float64 when either tensor is, and for rows
+    that float32 can't square), `block_elements` at a time. Raises ValueError when the widths
+    differ or are 0, or when the two have different numbers of rows.
+    """
+    if actual.shape[1] != expected.shape[1] or actual.shape[1] == 0:
+        raise ValueError(f"rows of width {actual.shape[1]} and {expected.shape[1]}")
+    left = np.arange(len(actual)) if actual_index is None else actual_index
+    right = np.arange(len(expected)) if expected_index is None else expected_index
+    if len(left) != len(right):
+        raise ValueError(f"{len(left)} rows against {len(right)}")
+    wide = torch.float64 if torch.float64 in (actual.dtype, expected.dtype) else torch.float32
+    step = max(1, block_elements // actual.shape[1])
+    blocks = []
+    for start in range(0, len(left), step):
+        block_left = torch.from_numpy(left[start : start + step])
+        block_right = torch.from_numpy(right[start : start + step])
+        blocks.append(_block(actual[block_left].to(wide), expected[block_right].to(wide)))
+    return RowMetrics.concatenate(blocks)
+
+
+def _block(a: torch.Tensor, e: torch.Tensor) -> RowMetrics:
+    metrics, unsafe = _finite_block(a, e)
+    if len(unsafe):
+        again, _ = _finite_block(a[unsafe].double(), e[unsafe].double())
+        for field in fields(RowMetrics):
+            getattr(metrics, field.name)[unsafe.numpy()] = getattr(again, field.name)
+        _mark_nonfinite(metrics, a, e, unsafe)
+    return metrics
+
+
+def _finite_block(a: torch.Tensor, e: torch.Tensor) -> tuple[RowMetrics, torch.Tensor]:
+    """Metrics of rows taken to be finite, and the indices of those that need a closer look."""
+    difference = a - e
+    norms = [torch.linalg.vector_norm(x, dim=1) for x in (a, e, difference)]
+    norm_a, norm_e, norm_d = (norm.double().numpy() for norm in norms)
+    dot = torch.linalg.vecdot(a, e).double().numpy()
+    largest, feature = difference.abs_().max(dim=1)
+    both_zero = (norm_a == 0) & (norm_e == 0)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        relative = np.where(norm_d == 0, 0.0, norm_d / norm_e)
+        ratio = np.where(both_zero, 1.0, norm_a / norm_e)
+        cosine = np.where(both_zero, 1.0, np.clip(dot / norm_a / norm_e, -1.0, 1.0))
+        one_zero = (norm_a == 0) != (norm_e == 0)
+        unsafe = ~np.isfinite(norm_a + norm_e + norm_d) | (np.minimum(norm_a, norm_e) < TINY_NORM)
+    zeros = np.zeros(len(dot), np.int64)
+    metrics = RowMetrics(
+        relative_error=relative,
+        cosine=np.where(one_zero, 0.0, cosine),
+        norm_ratio=ratio,
+        max_abs_diff=largest.double().numpy(),
+        max_abs_feature=feature.numpy(),
+        nan_count=zeros,
+        inf_count=zeros.copy(),
+    )
+    return metrics, torch.from_numpy(np.flatnonzero(unsafe))
+
+
+def _mark_nonfinite(
+    metrics: RowMetrics, a: torch.Tensor, e: torch.Tensor, rows: torch.Tensor
+) -> None:
+    nan = a[rows].isnan() | e[rows].isnan()
+    inf = (a[rows].isinf() | e[rows].isinf()) & ~nan
+    index = rows.numpy()
+    metrics.nan_count[index] = nan.sum(dim=1).numpy()
+    metrics.inf_count[index] = inf.sum(dim=1).numpy()
+    broken = (nan | inf).any(dim=1).numpy()
+    first = (nan | inf).int().argmax(dim=1).numpy()
+    at = index[broken]
+    metrics.max_abs_feature[at] = first[broken]
+    for values in (
+        metrics.relative_error,
+        metrics.cosine,
+        metrics.norm_ratio,
+        metrics.max_abs_diff,
+    ):
+        values[at] = np.nan

@@ -1,0 +1,252 @@
+"""The Hugging Face backend: forward hooks on any decoder-only Transformers model."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tapcheck.anatomy import Anatomy, find_anatomy
+from tapcheck.capture import Capture
+from tapcheck.compatibility.environment import collect_environment
+from tapcheck.contract import LayerContract, Source, Tensors, observe, solve
+from tapcheck.errors import EngineError, ModelError
+from tapcheck.layout import Segment, StepLayout
+from tapcheck.models import layer_count, load_config, require_dtype, require_vocabulary
+from tapcheck.request import Request
+from tapcheck.rowstore import RowStore
+from tapcheck.runs import Plan, assemble, check_requests, finished, make_plan, prompt_to_run
+from tapcheck.sites import Site
+from tapcheck.taps import attach, plan_taps
+
+_LOGITS = Site("logits")
+_PROBE_TOKENS = 8
+
+
+class HFBackend:
+    """Captures from a Transformers model on one device.
+
+    Requests run `batch_size` at a time, padded on the left; padding is never captured. Raises
+    ModelError when the model can't be found or is not a decoder-only language model.
+    """
+
+    name = "hf"
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        batch_size: int = 8,
+    ) -> None:
+        self._config = load_config(model)
+        self._model_name = str(model)
+        self._dtype = require_dtype(dtype)
+        self._device = torch.device(device)
+        self._batch_size = batch_size
+        self._model: Any = self._load()
+
+    def _load(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                self._model_name, dtype=getattr(torch, self._dtype)
+            )
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ModelError(f"Transformers can't load {self._model_name!r}: {reason}") from None
+        return model.to(self._device).eval()
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model."""
+        return layer_count(self._config)
+
+    @functools.cached_property
+    def _readings(self) -> tuple[Anatomy, tuple[LayerContract | None, ...], Source | None]:
+        """The model's parts and what each layer's tensors mean, from one probe forward."""
+        model = self._model
+        anatomy = find_anatomy(model, self.num_layers, model.get_input_embeddings())
+        vocabulary = int(self._config.get_text_config().vocab_size)
+        tokens = torch.arange(_PROBE_TOKENS, device=self._device)[None] % vocabulary
+        with torch.inference_mode():
+            probe = observe(anatomy, lambda: model(input_ids=tokens, use_cache=False))
+        return anatomy, *solve(anatomy, probe)
+
+    def capture(
+        self,
+        requests: Sequence[Request],
+        sites: Iterable[str | Site],
+        select: Iterable[int | str] = ("all",),
+        *,
+        max_new_tokens: int = 16,
+    ) -> Capture:
+        """Run `requests` and capture `sites` at the selected positions.
+
+        See `Backend.capture`. A teacher-forced request runs as one forward pass; the others run
+        through `generate`, and their rows are taken while it generates.
+        """
+        if self._model is None:
+            raise EngineError("this backend was closed: make a new one")
+        check_requests(requests, max_new_tokens)
+        require_vocabulary(self._model_name, self._config, requests)
+        plan = make_plan(sites, select, self.num_layers)
+        store = RowStore(plan.sites, plan.selectors)
+        done: dict[int, Request] = {}
+        steps = itertools.count()
+        with torch.inference_mode():
+            for indexes in self._batches(requests):
+                batch = _Batch(self._model, [requests[i] for i in indexes], indexes, store, steps)
+                taps = plan_taps(plan.sites, *self._readings)
+                for index, request in zip(indexes, batch.run(taps, max_new_tokens), strict=True):
+                    done[index] = request
+        runs = {str(index): done[index] for index in range(len(requests))}
+        lengths = {owner: run.seen_length for owner, run in runs.items()}
+        return assemble(runs, plan, store.drain(lengths), self._metadata(plan, max_new_tokens))
+
+    def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
+        """Indexes of requests that run together: teacher-forced and generating ones apart."""
+        for forced in (True, False):
+            group = [i for i, r in enumerate(requests) if bool(r.generated_token_ids) is forced]
+            for start in range(0, len(group), self._batch_size):
+                yield group[start : start + self._batch_size]
+
+    def _metadata(self, plan: Plan, max_new_tokens: int) -> dict[str, Any]:
+        return {
+            "backend": "hf",
+            "mode": "hook",
+            "model": self._model_name,
+            "dtype": self._dtype,
+            "select": plan.select,
+            "max_new_tokens": max_new_tokens,
+            "engine": {
+                "architecture": type(self._model).__name__,
+                "attention_implementation": str(self._model.config._attn_implementation),
+            },
+            "environment": asdict(collect_environment(self._device.type)),
+        }
+
+    def close(self) -> None:
+        """Give back the model's memory."""
+        self._model = None
+        self.__dict__.pop("_readings", None)
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> HFBackend:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Batch:
+    """Requests that run together, padded on the left to the longest."""
+
+    def __init__(
+        self,
+        model: Any,
+        requests: Sequence[Request],
+        indexes: Sequence[int],
+        store: RowStore,
+        steps: Iterator[int],
+    ) -> None:
+        self._model = model
+        self._requests = requests
+        self._owners = [str(index) for index in indexes]
+        self._store = store
+        self._steps = steps
+        tokens = [prompt_to_run(request) for request in requests]
+        width = max(map(len, tokens))
+        self._padding = [width - len(ids) for ids in tokens]
+        self._columns_done = 0
+        rows = [[0] * pad + list(ids) for pad, ids in zip(self._padding, tokens, strict=True)]
+        mask = [[0] * pad + [1] * (width - pad) for pad in self._padding]
+        self._input_ids = torch.tensor(rows, device=model.device)
+        self._mask = torch.tensor(mask, device=model.device)
+
+    def run(self, taps: dict[Site, Source], max_new_tokens: int) -> list[Request]:
+        """Run the batch with its taps in place; returns the requests with what they generated."""
+        handles = [
+            self._model.register_forward_pre_hook(self._before, with_kwargs=True),
+            *attach(taps, self._put),
+            self._model.register_forward_hook(self._after),
+        ]
+        try:
+            if self._requests[0].generated_token_ids:
+                self._model(**self._forward_arguments())
+                return list(self._requests)
+            generated = self._generate(max_new_tokens)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [finished(r, ids) for r, ids in zip(self._requests, generated, strict=True)]
+
+    def _forward_arguments(self) -> dict[str, Any]:
+        arguments = {
+            "input_ids": self._input_ids,
+            "attention_mask": self._mask,
+            "use_cache": False,
+        }
+        # Without position ids, padding would count as positions.
+        if "position_ids" in inspect.signature(self._model.forward).parameters:
+            arguments["position_ids"] = (self._mask.cumsum(-1) - 1).clamp_min(0)
+        return arguments
+
+    def _generate(self, max_new_tokens: int) -> list[list[int]]:
+        from transformers import GenerationConfig
+
+        output = self._model.generate(
+            self._input_ids,
+            attention_mask=self._mask,
+            generation_config=GenerationConfig(
+                max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None
+            ),
+        )
+        tokens: list[list[int]] = output[:, self._input_ids.shape[1] :].tolist()
+        return tokens
+
+    def _before(
+        self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Announce the forward pass: its rows are [batch x columns], padding first in each."""
+        columns = int((args[0] if args else kwargs["input_ids"]).shape[1])
+        segments = []
+        for owner, request, pad in zip(self._owners, self._requests, self._padding, strict=True):
+            padding = min(max(pad - self._columns_done, 0), columns)
+            start = max(self._columns_done - pad, 0)
+            segments += [
+                Segment(None, 0, padding, 0),
+                Segment(owner, start, columns - padding, request.prompt_length),
+            ]
+        layout = StepLayout(next(self._steps), tuple(segments), columns * len(self._requests))
+        self._columns_done += columns
+        self._store.begin_step(layout, self._model.device)
+        if "logits_to_keep" in kwargs:  # generate asks for the last position's logits only
+            kwargs["logits_to_keep"] = 0
+        return args, kwargs
+
+    def _put(self, site: Site, terms: Tensors) -> None:
+        self._store.put(site, [term.reshape(-1, term.shape[-1]) for term in terms])
+
+    def _after(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if self._store.open and _LOGITS in self._store.sites:
+            self._put(_LOGITS, (output.logits,))
+        self._store.end_step()

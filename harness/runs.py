@@ -1,0 +1,144 @@
+"""From what a run asked for and what its workers delivered to a capture, every row accounted for."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tapcheck.capture import Capture, IntArray, SiteRows
+from tapcheck.errors import CaptureError
+from tapcheck.request import Request
+from tapcheck.selectors import Selector, format_selector, parse_selectors, resolve
+from tapcheck.sites import Site, parse_sites
+from tapcheck.transport import RowBatch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a capture asks for, checked: sites in execution order, and selectors."""
+
+    sites: tuple[Site, ...]
+    selectors: tuple[Selector, ...]
+
+    @property
+    def site_names(self) -> list[str]:
+        """The sites as text, as they cross the process boundary."""
+        return [str(site) for site in self.sites]
+
+    @property
+    def select(self) -> list[str]:
+        """The selectors as text."""
+        return [format_selector(selector) for selector in self.selectors]
+
+
+def make_plan(
+    sites: Iterable[str | Site], select: Iterable[int | str], num_layers: int
+) -> Plan:
+    """Check sites and selectors before anything runs; raises SiteError or SelectorError."""
+    return Plan(parse_sites(sites, num_layers), parse_selectors(select))
+
+
+def owner_keys() -> Iterator[str]:
+    """Keys for requests, unique over runs and clients, whatever ids the caller uses."""
+    client = uuid.uuid4().hex
+    return (f"{client}/{number}" for number in itertools.count())
+
+
+def prompt_to_run(request: Request) -> tuple[int, ...]:
+    """The tokens to feed: the prompt, and all of a given continuation that a forward pass sees."""
+    return request.token_ids[: request.seen_length]
+
+
+def tokens_to_generate(request: Request, max_new_tokens: int) -> int:
+    """How many tokens to generate; a teacher-forced request generates one, which is dropped."""
+    return 1 if request.generated_token_ids else max_new_tokens
+
+
+def finished(request: Request, generated: Sequence[int]) -> Request:
+    """The request with what was generated for it; a teacher-forced one stays as it was."""
+    if request.generated_token_ids:
+        return request
+    return replace(request, generated_token_ids=tuple(generated))
+
+
+def check_requests(requests: Sequence[Request], max_new_tokens: int) -> None:
+    """Raise CaptureError for requests that can't be run or told apart."""
+    if not requests:
+        raise CaptureError("no request was given: give at least one prompt")
+    if max_new_tokens < 1:
+        raise CaptureError(f"max_new_tokens is {max_new_tokens}: an engine generates at least 1")
+    seen: set[str] = set()
+    for request in requests:
+        if request.id in seen:
+            raise CaptureError(f"request id {request.id!r} stands for two requests: ids must differ")
+        seen.add(request.id)
+
+
+def assemble(
+    runs: Mapping[str, Request],
+    plan: Plan,
+    batch: RowBatch,
+    metadata: Mapping[str, Any],
+) -> Capture:
+    """The capture of finished requests, by owner key, from their drained rows.
+
+    Raises CaptureError when a selected row is missing, naming site, request and position:
+    a capture with a gap is never returned.
+    """
+    requests = tuple(runs.values())
+    due_request, due_position = _due(requests, plan.selectors)
+    if not len(due_position):
+        raise CaptureError(
+            f"the selectors {', '.join(plan.select)} select no position of any request: an empty "
+            "capture proves nothing"
+        )
+    silent = [str(site) for site in plan.sites if site not in batch.values]
+    if silent:
+        raise CaptureError(f"no worker delivered site {', '.join(silent)}")
+    number = {owner: index for index, owner in enumerate(runs)}
+    renumber = np.array([number[owner] for owner in batch.request], np.int64)
+    columns = replace(batch.columns, request=renumber[batch.columns.request])
+    have = _codes(columns.request, columns.position)
+    due = _codes(due_request, due_position)
+    missing = np.flatnonzero(~np.isin(due, have))
+    if len(missing):
+        raise CaptureError(_missing_message(requests, due_request, due_position, missing))
+    at = np.argsort(have, kind="stable")
+    at = at[np.isin(have[at], due)]
+    in_place = np.array_equal(at, np.arange(len(have)))
+    rows = {site: SiteRows(columns, batch.values[site]) for site in plan.sites}
+    if not in_place:
+        rows = {site: delivered.take(at) for site, delivered in rows.items()}
+    return Capture(requests, rows, metadata)
+
+
+def _due(
+    requests: Sequence[Request], selectors: Sequence[Selector]
+) -> tuple[IntArray, IntArray]:
+    positions = [np.array(resolve(selectors, request), np.int64) for request in requests]
+    counts = [len(position) for position in positions]
+    return np.repeat(np.arange(len(requests)), counts), np.concatenate(positions)
+
+
+def _codes(request: IntArray, position: IntArray) -> IntArray:
+    """One number for each (request, position), so that sets of rows can be compared."""
+    return (request.astype(np.int64) << 40) | position
+
+
+def _missing_message(
+    requests: Sequence[Request], request: IntArray, position: IntArray, missing: IntArray
+) -> str:
+    first = int(missing[0])
+    owner = requests[int(request[first])]
+    mine = position[missing][request[missing] == request[first]]
+    return (
+        f"{len(missing)} of {len(position)} selected rows were not delivered; the first is request "
+        f"{owner.id!r}, position {int(position[first])} (that request misses positions "
+        f"{int(mine.min())} to {int(mine.max())}, {len(mine)} in all). The engine ran no forward "
+        "pass over them: a prefix cache hit, or an early stop. Nothing was returned"
+    )

@@ -1,0 +1,66 @@
+"""Taps: the hooks that read each site where its layer's contract says that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tapcheck.anatomy import Anatomy
+from tapcheck.contract import LayerContract, Source, Tensors, call_tensors, stream_tensors
+from tapcheck.errors import SiteError
+from tapcheck.sites import Site
+
+Put = Callable[[Site, Tensors], None]
+
+
+def plan_taps(
+    sites: Sequence[Site],
+    anatomy: Anatomy,
+    contracts: Sequence[LayerContract | None],
+    final_norm: Source | None,
+) -> dict[Site, Source]:
+    """Where each site is read; sites of layers on another pipeline stage are left out.
+
+    `logits` has no module and isn't planned. Raises SiteError for a point that the architecture
+    hasn't, with the reason.
+    """
+    plan: dict[Site, Source] = {}
+    for site in sites:
+        if site.point == "embed" and anatomy.embed is not None:
+            plan[site] = Source(anatomy.embed, "output", 1)
+        elif site.point == "final_norm" and final_norm is not None:
+            plan[site] = final_norm
+        elif site.layer is not None and contracts[site.layer] is not None:
+            plan[site] = _layer_source(site, contracts[site.layer])
+    return plan
+
+
+def _layer_source(site: Site, contract: LayerContract | None) -> Source:
+    source: Source | None = getattr(contract, site.point)
+    if contract is None or source is None:
+        why = contract.why_absent if contract else ""
+        raise SiteError(f"site {str(site)!r}: this model has no {site.point}, because {why}")
+    return source
+
+
+def attach(plan: dict[Site, Source], put: Put) -> list[RemovableHandle]:
+    """Register one hook for each planned site, which calls `put(site, terms)`; remove by handle."""
+    return [_hook(site, source, put) for site, source in plan.items()]
+
+
+def _hook(site: Site, source: Source, put: Put) -> RemovableHandle:
+    count = source.terms
+    if source.at == "input":
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            put(site, call_tensors(args, kwargs)[:count])
+
+        return source.module.register_forward_pre_hook(before, with_kwargs=True)
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        put(site, stream_tensors(output)[:count])
+
+    return source.module.register_forward_hook(after)

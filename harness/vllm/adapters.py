@@ -1,0 +1,195 @@
+"""Runner adapters: the only code that reads the undocumented internals of vLLM's model runners.
+
+An adapter turns "the forward pass that runs now" into a step layout. Each read below has a
+contract test in tests/engine/test_adapter_contract.py that fails when its meaning changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tapcheck.errors import EngineError
+from tapcheck.layout import Segment, StepLayout
+
+# The key in SamplingParams.extra_args under which a request carries its owner. vLLM hands
+# extra_args to the worker unchanged, whatever it does to the request's id.
+OWNER = "tapcheck_owner"
+
+Begin = Callable[[StepLayout], None]
+End = Callable[[Any], None]
+
+
+class RunnerAdapter(Protocol):
+    """What tapcheck needs of a model runner. An implementer owes, for its runner's generation:
+
+    every scheduled forward pass announced once, with the exact owner and position of each row;
+    no dummy, profiling or warm-up pass announced; nothing left behind after `unwatch`.
+    """
+
+    runner: str
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as the runner calls it."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the runner's tensors live."""
+        ...
+
+    def run_dummy_forward(self) -> None:
+        """Run one forward pass over a few rows that belong to no request."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Logits [rows, vocabulary] of final-norm outputs [rows, width]; None off the last rank."""
+        ...
+
+    def watch(self, begin: Begin, end: End) -> None:
+        """Call `begin(layout)` before and `end(model output)` after every scheduled forward."""
+        ...
+
+    def unwatch(self) -> None:
+        """Undo `watch`."""
+        ...
+
+
+class V1RunnerAdapter:
+    """Adapter of `vllm.v1.worker.gpu_model_runner.GPUModelRunner` and its CPU subclass."""
+
+    runner = "v1"
+    # Rows of the dummy pass: enough for a median, few enough for any max_num_batched_tokens.
+    _DUMMY_ROWS = 8
+
+    def __init__(self, model_runner: Any) -> None:
+        self._runner = model_runner
+        self._scheduled: Any = None
+        self._step = 0
+        self._unwatch: list[Callable[[], None]] = []
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as the runner calls it."""
+        model: nn.Module = self._runner.model
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the runner's tensors live."""
+        device: torch.device = self._runner.device
+        return device
+
+    def run_dummy_forward(self) -> None:
+        """Run one forward pass without KV cache, as vLLM's own memory profiling does."""
+        self._runner._dummy_run(self._DUMMY_ROWS, is_profile=True)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Logits as the runner computes them for its sampler and for prompt logprobs."""
+        logits: torch.Tensor | None = self.model.compute_logits(hidden)  # type: ignore[operator]
+        return logits
+
+    def watch(self, begin: Begin, end: End) -> None:
+        """Call `begin(layout)` before and `end(model output)` after every scheduled forward.
+
+        Dummy passes call the model without `execute_model`, so they find nothing scheduled.
+        """
+        execute_model = self._runner.execute_model
+
+        def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self._scheduled = scheduler_output
+            try:
+                return execute_model(scheduler_output, *args, **kwargs)
+            finally:
+                self._scheduled = None
+
+        def before(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+            if self._scheduled is not None:
+                begin(self._layout(kwargs))
+
+        def after(_module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any) -> None:
+            if self._scheduled is not None:
+                end(output)
+
+        self._runner.execute_model = execute
+        self._unwatch = [
+            self.model.register_forward_pre_hook(before, with_kwargs=True).remove,
+            self.model.register_forward_hook(after, with_kwargs=True).remove,
+            lambda: self._runner.__dict__.pop("execute_model", None),
+        ]
+
+    def unwatch(self) -> None:
+        """Undo `watch`."""
+        for undo in self._unwatch:
+            undo()
+        self._unwatch = []
+
+    def _layout(self, kwargs: dict[str, Any]) -> StepLayout:
+        batch, counts = self._runner.input_batch, self._scheduled.num_scheduled_tokens
+        segments = []
+        for slot, request_id in enumerate(batch.req_ids):
+            state = self._runner.requests[request_id]
+            extra = state.sampling_params.extra_args if state.sampling_params else None
+            segments.append(
+                Segment(
+                    owner=(extra or {}).get(OWNER),
+                    start=int(batch.num_computed_tokens_cpu[slot]),
+                    rows=int(counts[request_id]),
+                    prompt_length=int(state.num_prompt_tokens),
+                )
+            )
+        layout = StepLayout(self._step, tuple(segments), int(kwargs["positions"].shape[-1]))
+        self._step += 1
+        return layout
+
+
+def adapter_for(worker: Any) -> RunnerAdapter:
+    """The adapter of a live worker's model runner; raises EngineError when there is none."""
+    if getattr(worker, "use_v2_model_runner", False):
+        raise EngineError(
+            "this engine runs vLLM's model runner V2, for which tapcheck has no adapter yet: "
+            "start it with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    return V1RunnerAdapter(worker.model_runner)
+
+
+def find_embedding(model: nn.Module) -> nn.Module | None:
+    """The token embedding, by vLLM's class for it; None on a later pipeline stage."""
+    for module in model.modules():
+        # The output head is a subclass, and may be the same weights.
+        if type(module).__name__ == "VocabParallelEmbedding":
+            return module
+    return None
+
+
+def live_settings(worker: Any) -> dict[str, Any]:
+    """What this engine really runs, read off the live worker and not from what was asked for."""
+    config, model = worker.vllm_config, worker.model_runner.model
+    parallel = config.parallel_config
+    backends = {
+        layer.get_attn_backend().get_name()
+        for layer in config.compilation_config.static_forward_context.values()
+        if hasattr(layer, "get_attn_backend")
+    }
+    module = type(model).__module__
+    return {
+        "runner": "v2" if getattr(worker, "use_v2_model_runner", False) else "v1",
+        "enforce_eager": bool(config.model_config.enforce_eager),
+        "architecture": type(model).__name__,
+        "model_impl": "transformers" if ".transformers" in module else "vllm",
+        "engine_dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "attention_backend": ",".join(sorted(backends)) or "none",
+        "block_size": int(config.cache_config.block_size),
+        "quantization": config.model_config.quantization,
+        "tensor_parallel_size": int(parallel.tensor_parallel_size),
+        "pipeline_parallel_size": int(parallel.pipeline_parallel_size),
+        "enable_prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        "enable_chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "max_num_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
+        "speculative": config.speculative_config is not None,
+    }

@@ -1,0 +1,211 @@
+"""The vLLM backend in hook mode, over vLLM's `LLM`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tapcheck.capture import Capture
+from tapcheck.errors import EngineError
+from tapcheck.models import layer_count, load_config, require_vocabulary
+from tapcheck.request import Request
+from tapcheck.sites import Site
+from tapcheck.transport import RowBatch, merge, unpack
+from tapcheck.vllm.engine import (
+    capture_metadata,
+    engine_arguments,
+    engine_environment,
+    release_engine_memory,
+)
+from tapcheck.vllm.protocol import decode
+from tapcheck.runs import (
+    Plan,
+    assemble,
+    check_requests,
+    finished,
+    make_plan,
+    owner_keys,
+    prompt_to_run,
+    tokens_to_generate,
+)
+from tapcheck.vllm.sampling import greedy
+
+
+class VLLMBackend:
+    """Captures inside vLLM with forward hooks, in an eager engine that it starts itself.
+
+    `in_process=True` runs the engine core in this process (a new engine takes seconds);
+    `in_process=False` runs it in a subprocess, as vLLM does by default. `engine_args` go to
+    `vllm.LLM`. Raises ModelError, EngineError, UnsupportedVersionError or KnownIssueError before
+    the engine is built.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "float32",
+        in_process: bool = True,
+        **engine_args: Any,
+    ) -> None:
+        arguments = engine_arguments(model, dtype, in_process, engine_args)
+        from vllm import LLM
+
+        try:
+            with engine_environment(in_process):
+                llm = LLM(**arguments)
+        except (ValueError, TypeError) as error:
+            raise EngineError(f"vLLM refused to start {str(model)!r}: {_first_line(error)}") from error
+        self._use(llm, str(model), dtype, in_process)
+
+    @classmethod
+    def attach(cls, llm: Any) -> VLLMBackend:
+        """Capture from a `vllm.LLM` of your own; closing the backend leaves it running.
+
+        It must have been started with `worker_extension_cls` set to
+        "tapcheck.vllm.worker.TapcheckWorkerExtension", or with TAPCHECK_ATTACH=1 in the
+        environment, and with enforce_eager=True.
+        """
+        backend = cls.__new__(cls)
+        config = llm.llm_engine.vllm_config.model_config
+        in_process = type(llm.llm_engine.engine_core).__name__ == "InprocClient"
+        backend._use(llm, str(config.model), str(config.dtype).removeprefix("torch."), in_process)
+        backend._owns_engine = False
+        return backend
+
+    def _use(self, llm: Any, model: str, dtype: str, in_process: bool) -> None:
+        self._llm: Any = llm
+        self._owns_engine = True
+        self._in_process = in_process
+        self._keys = owner_keys()
+        self._installed: Plan | None = None
+        self._model = model
+        self._config = load_config(model)
+        settings = decode(self._call("tapcheck_describe")[0])
+        self.metadata: Mapping[str, Any] = capture_metadata(model, dtype, in_process, settings)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model."""
+        return layer_count(self._config)
+
+    def capture(
+        self,
+        requests: Sequence[Request],
+        sites: Iterable[str | Site],
+        select: Iterable[int | str] = ("all",),
+        *,
+        max_new_tokens: int = 16,
+    ) -> Capture:
+        """Run `requests` as one batch and capture `sites` at the selected positions.
+
+        See `Backend.capture`. Raises CaptureError rather than return a capture with a gap.
+        """
+        check_requests(requests, max_new_tokens)
+        require_vocabulary(self._model, self._config, requests)
+        plan = make_plan(sites, select, self.num_layers)
+        self._install(plan)
+        owners = [next(self._keys) for _ in requests]
+        try:
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": list(prompt_to_run(request))} for request in requests],
+                [
+                    greedy(tokens_to_generate(request, max_new_tokens), owner)
+                    for request, owner in zip(requests, owners, strict=True)
+                ],
+                use_tqdm=False,
+            )
+        except BaseException:
+            self._call("tapcheck_discard", json.dumps(owners))
+            raise
+        runs = {
+            owner: finished(request, output.outputs[0].token_ids)
+            for owner, request, output in zip(owners, requests, outputs, strict=True)
+        }
+        lengths = {owner: run.seen_length for owner, run in runs.items()}
+        metadata = {**self.metadata, "select": plan.select, "max_new_tokens": max_new_tokens}
+        return assemble(runs, plan, self._drain(lengths), metadata)
+
+    def _install(self, plan: Plan) -> None:
+        if plan == self._installed:
+            return
+        self._installed = None
+        arguments = {
+            "sites": plan.site_names,
+            "select": plan.select,
+            "num_layers": self.num_layers,
+        }
+        for reply in self._call("tapcheck_install", json.dumps(arguments)):
+            decode(reply)
+        self._installed = plan
+
+    def _drain(self, lengths: Mapping[str, int]) -> RowBatch:
+        method = "tapcheck_drain" if self._in_process else "tapcheck_drain_packed"
+        try:
+            return read_batches(self._call(method, json.dumps(lengths)))
+        except BaseException:
+            self._installed = None  # a broken tap is installed anew by the next capture
+            raise
+
+    def _call(self, method: str, *arguments: str) -> list[Any]:
+        if self._llm is None:
+            raise EngineError("this backend was closed: make a new one")
+        try:
+            replies: list[Any] = self._llm.collective_rpc(method, args=arguments)
+        except Exception as error:
+            raise EngineError(unreachable(error)) from error
+        return replies
+
+    def close(self) -> None:
+        """End the engine and its processes and give back its memory."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        if not self._owns_engine:
+            llm.collective_rpc("tapcheck_uninstall")
+            return
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        if self._in_process:
+            release_engine_memory()
+
+    def __enter__(self) -> VLLMBackend:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_batches(replies: Sequence[RowBatch | bytes | str]) -> RowBatch:
+    """The rows of one drain from every worker's reply; raises what a worker replied instead."""
+    batches = []
+    for reply in replies:
+        if isinstance(reply, str):
+            decode(reply)
+        batches.append(unpack(reply) if isinstance(reply, bytes) else reply)
+    return merge(batches)
+
+
+def unreachable(error: Exception) -> str:
+    """What to say when an RPC fails: the extension is absent, or the engine is gone."""
+    return (
+        f"the engine's workers did not answer tapcheck: {_first_line(error)}. If this is an engine "
+        "of your own, start it with worker_extension_cls="
+        "'tapcheck.vllm.worker.TapcheckWorkerExtension' or with TAPCHECK_ATTACH=1; if it ran "
+        "before, its process has ended: see its log above"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

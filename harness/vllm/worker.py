@@ -1,0 +1,191 @@
+"""What runs inside vLLM's worker: a mix-in whose methods `collective_rpc` calls.
+
+vLLM mixes the class into its own worker class, so every name here starts with `tapcheck_`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from tapcheck.anatomy import Anatomy, find_anatomy
+from tapcheck.contract import LayerContract, Source, Tensors, observe, solve
+from tapcheck.errors import CaptureError, EngineError
+from tapcheck.layout import StepLayout
+from tapcheck.rowstore import RowStore
+from tapcheck.selectors import parse_selectors
+from tapcheck.sites import Site, parse_sites
+from tapcheck.taps import attach, plan_taps
+from tapcheck.transport import RowBatch, pack
+from tapcheck.vllm.adapters import RunnerAdapter, adapter_for, find_embedding, live_settings
+from tapcheck.vllm.protocol import encode_error, encode_result
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LOGITS = Site("logits")
+
+
+class WorkerTaps:
+    """The taps of one worker: installed for a set of sites and selectors, drained by owner."""
+
+    def __init__(self, adapter: RunnerAdapter, num_layers: int) -> None:
+        self.adapter = adapter
+        self.num_layers = num_layers
+        self._store: RowStore | None = None
+        self._handles: list[RemovableHandle] = []
+        self._failure: Exception | None = None
+
+    @functools.cached_property
+    def _readings(self) -> tuple[Anatomy, tuple[LayerContract | None, ...], Source | None]:
+        """The model's parts and what each layer's tensors mean, from one dummy forward."""
+        model = self.adapter.model
+        anatomy = find_anatomy(model, self.num_layers, find_embedding(model))
+        probe = observe(anatomy, self.adapter.run_dummy_forward)
+        return anatomy, *solve(anatomy, probe)
+
+    def install(self, sites: list[str], select: list[int | str]) -> None:
+        """Tap `sites` at the selected positions, in place of what was tapped before."""
+        wanted = parse_sites(sites, self.num_layers)
+        store = RowStore(wanted, parse_selectors(select))
+        plan = plan_taps(wanted, *self._readings)
+        untapped = [str(site) for site in wanted if site not in plan and site != _LOGITS]
+        if untapped:
+            raise EngineError(f"no module of this worker's model is {', '.join(untapped)}")
+        self.uninstall()
+        self._store, self._failure = store, None
+        self._handles = attach(plan, self._put)
+        self.adapter.watch(self._begin, self._end)
+
+    def uninstall(self) -> None:
+        """Remove every hook and forget every row."""
+        self.adapter.unwatch()
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._store = [], None
+
+    def drain(self, owners: dict[str, int]) -> RowBatch:
+        """The rows of these owners; raises what went wrong in a hook since the last install."""
+        if self._failure is not None:
+            raise self._failure
+        if self._store is None:
+            raise CaptureError("nothing is tapped in this worker: install taps before a drain")
+        return self._store.drain(owners)
+
+    def discard(self, owners: list[str]) -> int:
+        """Forget the rows of these owners; returns how many owners still hold rows."""
+        if self._store is None:
+            return 0
+        self._store.discard(owners)
+        return len(self._store)
+
+    # An exception in a forward pass would end the engine, and every request with it: the first
+    # one is kept, ends the capture, and is raised by the next drain.
+    def _guarded(self, act: Callable[[RowStore], object]) -> None:
+        if self._store is None or self._failure is not None:
+            return
+        try:
+            act(self._store)
+        except Exception as error:
+            self._failure = error
+
+    def _begin(self, layout: StepLayout) -> None:
+        self._guarded(lambda store: store.begin_step(layout, self.adapter.device))
+
+    def _put(self, site: Site, terms: Tensors) -> None:
+        self._guarded(lambda store: store.put(site, terms))
+
+    def _end(self, output: Any) -> None:
+        self._guarded(lambda store: self._close_step(store, output))
+
+    def _close_step(self, store: RowStore, output: Any) -> None:
+        if store.open and _LOGITS in store.sites:
+            hidden = output if isinstance(output, torch.Tensor) else output[0]
+            logits = self.adapter.compute_logits(store.selected(hidden))
+            if logits is None:
+                raise CaptureError("this rank computes no logits, so site 'logits' has no rows")
+            store.put_selected(_LOGITS, logits)
+        store.end_step()
+
+
+def _answers(
+    method: Callable[Concatenate[Any, P], R],
+) -> Callable[Concatenate[Any, P], R | str]:
+    """Turn an exception into a reply: raised through vLLM it would lose its class and message."""
+
+    @functools.wraps(method)
+    def answer(self: Any, *args: P.args, **kwargs: P.kwargs) -> R | str:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            return encode_error(error)
+
+    return answer
+
+
+class TapcheckWorkerExtension:
+    """Mixed into vLLM's worker by `worker_extension_cls`; called through `collective_rpc`."""
+
+    @_answers
+    def tapcheck_describe(self) -> str:
+        """The live engine's settings, as JSON."""
+        return encode_result(live_settings(self))
+
+    @_answers
+    def tapcheck_install(self, arguments: str) -> str:
+        """Install taps; `arguments` is JSON: sites, select, num_layers."""
+        wanted = json.loads(arguments)
+        taps: WorkerTaps | None = self.__dict__.get("tapcheck_taps")
+        if taps is None:
+            _refuse_untappable(self)
+            taps = WorkerTaps(adapter_for(self), wanted["num_layers"])
+            self.tapcheck_taps = taps
+        taps.install(wanted["sites"], wanted["select"])
+        return encode_result(None)
+
+    @_answers
+    def tapcheck_drain(self, owners: str) -> RowBatch:
+        """The rows of `owners` (JSON: owner to seen length), by reference: for one process."""
+        return self.tapcheck_taps.drain(json.loads(owners))
+
+    @_answers
+    def tapcheck_drain_packed(self, owners: str) -> bytes:
+        """The rows of `owners` (JSON: owner to seen length), as packed bytes."""
+        return pack(self.tapcheck_taps.drain(json.loads(owners)))
+
+    @_answers
+    def tapcheck_discard(self, owners: str) -> str:
+        """Forget the rows of `owners`, a JSON list; replies how many owners still hold rows."""
+        return encode_result(self.tapcheck_taps.discard(json.loads(owners)))
+
+    @_answers
+    def tapcheck_uninstall(self) -> str:
+        """Remove every hook."""
+        if "tapcheck_taps" in self.__dict__:
+            self.tapcheck_taps.uninstall()
+        return encode_result(None)
+
+
+def _refuse_untappable(worker: Any) -> None:
+    """Refuse, by the live engine's settings, what would lose or duplicate rows in hook mode."""
+    settings = live_settings(worker)
+    if not settings["enforce_eager"]:
+        raise EngineError(
+            "this engine was started without enforce_eager=True: its forward is compiled, so hooks "
+            "never fire and a capture would be empty. Start it with enforce_eager=True"
+        )
+    if settings["speculative"]:
+        raise EngineError(
+            "this engine decodes speculatively: rows of rejected draft tokens can't be told from "
+            "accepted ones yet. Start it without speculative_config"
+        )
+    if settings["pipeline_parallel_size"] > 1:
+        raise EngineError(
+            "this engine runs pipeline parallel, which hook mode can't merge yet. Start it with "
+            "pipeline_parallel_size=1"
+        )
