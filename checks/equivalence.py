@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tapcheck.capture import Capture, IntArray
-from tapcheck.checks import hints
+from tapcheck.checks import comparison_listeners, hints
 from tapcheck.checks.comparison import Comparison, SiteSummary
 from tapcheck.checks.ledger import Ledger, LedgerEntry, RowBook
 from tapcheck.checks.message import explain
@@ -27,6 +27,8 @@ def assert_captures_match(
     """
     __tracebackhide__ = True
     comparison = compare_captures(actual, expected, rtol=rtol)
+    for listener in comparison_listeners:
+        listener(comparison)
     if not comparison.passed:
         raise AssertionError(explain(comparison))
     return comparison

@@ -23,7 +23,10 @@ import torch
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-BLOCK_ELEMENTS = 1 << 18  # 1 MiB of float32: a block and its difference stay in the cache
+# Elements in one block: torch runs operations below 2**15 on one thread, and waking others costs
+# more than it gains (on a busy machine, a hundred times more). A block also stays in the cache.
+BLOCK_ELEMENTS = (1 << 15) - 1
+WIDE_BLOCK_ELEMENTS = 1 << 22  # for rows that are wider than that
 # Norms below this are of elements whose squares float32 can't hold in full.
 TINY_NORM = 1e-12
 
@@ -64,13 +67,13 @@ def row_metrics(
     *,
     actual_index: IntArray | None = None,
     expected_index: IntArray | None = None,
-    block_elements: int = BLOCK_ELEMENTS,
+    block_elements: int | None = None,
 ) -> RowMetrics:
     """Compare row `actual_index[i]` of `actual` with row `expected_index[i]` of `expected`.
 
     Both tensors have shape [rows, width], in any floating dtype each; without indices, row i is
     compared with row i. Rows are widened to float32 (float64 when either tensor is, and for rows
-    that float32 can't square), `block_elements` at a time. Raises ValueError when the widths
+    that float32 can't square), about `block_elements` at a time. Raises ValueError when the widths
     differ or are 0, or when the two have different numbers of rows.
     """
     if actual.shape[1] != expected.shape[1] or actual.shape[1] == 0:
@@ -80,12 +83,16 @@ def row_metrics(
     if len(left) != len(right):
         raise ValueError(f"{len(left)} rows against {len(right)}")
     wide = torch.float64 if torch.float64 in (actual.dtype, expected.dtype) else torch.float32
-    step = max(1, block_elements // actual.shape[1])
+    width = actual.shape[1]
+    if block_elements is None:
+        block_elements = BLOCK_ELEMENTS if width <= BLOCK_ELEMENTS else WIDE_BLOCK_ELEMENTS
+    step = max(1, block_elements // width)
     blocks = []
     for start in range(0, len(left), step):
         block_left = torch.from_numpy(left[start : start + step])
         block_right = torch.from_numpy(right[start : start + step])
-        blocks.append(_block(actual[block_left].to(wide), expected[block_right].to(wide)))
+        a, e = actual.index_select(0, block_left), expected.index_select(0, block_right)
+        blocks.append(_block(a.to(wide), e.to(wide)))
     return RowMetrics.concatenate(blocks)
 
 
@@ -105,7 +112,8 @@ def _finite_block(a: torch.Tensor, e: torch.Tensor) -> tuple[RowMetrics, torch.T
     norms = [torch.linalg.vector_norm(x, dim=1) for x in (a, e, difference)]
     norm_a, norm_e, norm_d = (norm.double().numpy() for norm in norms)
     dot = torch.linalg.vecdot(a, e).double().numpy()
-    largest, feature = difference.abs_().max(dim=1)
+    absolute = difference.abs_().numpy()
+    feature = absolute.argmax(axis=1)  # an order of magnitude faster than torch's
     both_zero = (norm_a == 0) & (norm_e == 0)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         relative = np.where(norm_d == 0, 0.0, norm_d / norm_e)
@@ -118,8 +126,8 @@ def _finite_block(a: torch.Tensor, e: torch.Tensor) -> tuple[RowMetrics, torch.T
         relative_error=relative,
         cosine=np.where(one_zero, 0.0, cosine),
         norm_ratio=ratio,
-        max_abs_diff=largest.double().numpy(),
-        max_abs_feature=feature.numpy(),
+        max_abs_diff=absolute[np.arange(len(feature)), feature].astype(np.float64),
+        max_abs_feature=feature.astype(np.int64, copy=False),
         nan_count=zeros,
         inf_count=zeros.copy(),
     )

@@ -196,7 +196,7 @@ def to_document(row: MatrixRow) -> dict[str, Any]:
         "settings": [asdict(settings) for settings in row.settings],
         "situations": dict(row.situations),
         "expected_checks": list(row.expected_checks),
-        "checks": [_encode_check(check) for check in row.checks],
+        "checks": [encode_check(check) for check in row.checks],
         "verdict": row.verdict,
     }
     return {**body, "footer": _footer(body)}
@@ -213,7 +213,7 @@ def _from_document(document: Mapping[str, Any]) -> MatrixRow:
         environment=Environment(**{**environment, "gpu": gpu and Gpu(**gpu)}),
         settings=tuple(EngineSettings(**settings) for settings in document["settings"]),
         situations=document["situations"],
-        checks=tuple(_decode_check(check) for check in document["checks"]),
+        checks=tuple(decode_check(check) for check in document["checks"]),
         expected_checks=tuple(document["expected_checks"]),
     )
 
@@ -262,7 +262,7 @@ def _footer(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"complete": True, "checks": len(body["checks"]), "sha256": digest}
 
 
-def _encode_check(check: CheckResult) -> dict[str, Any]:
+def encode_check(check: CheckResult) -> dict[str, Any]:
     return {
         "name": check.name,
         "status": status(check),
@@ -285,7 +285,7 @@ def _encode_check(check: CheckResult) -> dict[str, Any]:
     }
 
 
-def _decode_check(document: Mapping[str, Any]) -> CheckResult:
+def decode_check(document: Mapping[str, Any]) -> CheckResult:
     return CheckResult(
         name=document["name"],
         outcome=document["outcome"],

@@ -46,7 +46,7 @@ OTHER: dict[str, Value] = {
 def alternatives(issue: KnownIssue, key: str) -> list[Value]:
     """Values of a combination that satisfy each alternative of a term."""
     term = issue.when[key]
-    options: list[Value] = term if isinstance(term, list) else [term]
+    options: list[Value] = [term] if isinstance(term, str | int) else list(term or ())
     if key not in VERSION_KEYS:
         return options
     return [next(iter(SpecifierSet(str(option)))).version for option in options]
