@@ -95,11 +95,15 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Same tokens, a complete ledger, and every row due compared and within its tolerance."""
+        """Same tokens, a complete ledger, and every row due compared and within its tolerance.
+
+        No rows, or none at one of the sites, never pass.
+        """
         return (
             not self.token_problems
             and self.ledger.complete
-            and self.rows_compared == self.rows_due > 0
+            and self.rows_compared == self.rows_due
+            and not self.empty_sites
             and not self.failing_sites
         )
 
@@ -112,6 +116,11 @@ class Comparison:
     def rows_compared(self) -> int:
         """Rows whose values were compared."""
         return sum(site.rows for site in self.sites)
+
+    @property
+    def empty_sites(self) -> tuple[Site, ...]:
+        """The sites at which neither capture has a row: nothing was compared there."""
+        return tuple(site.site for site in self.sites if not site.rows and not site.failing)
 
     @property
     def failing_sites(self) -> tuple[SiteSummary, ...]:
@@ -136,5 +145,5 @@ class Comparison:
     def smallest_passing_rtol(self) -> float | None:
         """The smallest rtol with which the comparison passes; None when none below 1 does."""
         worst = self.worst_relative_error
-        possible = not self.token_problems and self.ledger.complete and worst < 1
-        return worst if possible and self.rows_compared == self.rows_due else None
+        possible = not self.token_problems and self.ledger.complete and not self.empty_sites
+        return worst if possible and worst < 1 else None

@@ -49,10 +49,6 @@ def _passed(comparison: Comparison) -> str:
 def _headline(comparison: Comparison) -> str:
     if comparison.token_problems:
         return f"captures differ in their tokens: {_token_line(comparison.token_problems[0])}"
-    if comparison.rows_due == 0:
-        return (
-            "captures do not match: the expected capture has no rows, and no rows are no evidence"
-        )
     entries, failing = comparison.ledger.entries, comparison.failing_sites
     if entries:
         first = entries[0]
@@ -60,6 +56,9 @@ def _headline(comparison: Comparison) -> str:
             f"captures differ in their rows: {where(first)} is {first.kind}: {first.reason} "
             f"({_count(len(entries), 'problem')} with {comparison.rows_due:,} rows due)"
         )
+    if not failing:
+        empty = ", ".join(map(str, comparison.empty_sites[:MAX_NAMES])) or "any site"
+        return f"captures were not compared: no rows at {empty}, and no rows are no evidence"
     site = failing[0]
     if site.first is None:
         return f"captures differ: {_widths(site)}"
@@ -201,6 +200,7 @@ def _smallest_rtol(comparison: Comparison) -> str:
     reasons = [
         (bool(comparison.token_problems), "token ids differ"),
         (not comparison.ledger.complete, "the rows are not those due"),
+        (bool(comparison.empty_sites), "no rows"),
         (any(site.worst is None for site in comparison.failing_sites), "widths differ"),
         (any(site.nan_count or site.inf_count for site in comparison.sites), "NaN or Inf"),
         (comparison.worst_relative_error >= 1, "a row is as wrong as zeros would be"),
@@ -230,6 +230,8 @@ def _next(comparison: Comparison) -> str:
             "compare with the site's inputs: the failing rows are no shift, swap, other layer, "
             "residual mistake or scale of the expected ones"
         )
+    if not comparison.ledger.entries and not comparison.failing_sites:
+        return "see what the selectors select of these requests, and whether the taps were called"
     if comparison.failing_sites:
         return "look for one shard of a tensor-parallel model, or for another model"
     return "find the step in which the first of these rows was taken or lost"

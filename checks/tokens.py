@@ -40,9 +40,9 @@ def _token_problem(actual: Request, expected: Request) -> TokenProblem:
     prompt, wanted = actual.prompt_token_ids, expected.prompt_token_ids
     if prompt != wanted:
         known = {
-            wanted[:1] + wanted: "its first token is there twice",
             wanted[1:]: "its first token is left out",
             prompt[:1] + wanted: "an extra token stands before it",
+            wanted[:1] + wanted: "its first token is there twice",
             wanted[::-1]: "it is reversed",
         }
         reason += f" (the prompt: {known[prompt]})" if prompt in known else " (in the prompt)"

@@ -98,11 +98,23 @@ def render_markdown(rows: Iterable[MatrixRow], current_hashes: Mapping[str, str]
         "## Recorded runs",
         _table([section.summary for section in sections]) if sections else "None yet.",
     ]
-    for section in sections:
-        parts.append(f"### {section.id}")
-        parts.append("\n".join(f"- {name}: {_cell(v)}" for name, v in section.facts.items()))
-        parts.append(_table([vars(check) for check in section.checks]))
+    parts += [_section_text(section) for section in sections]
     return "\n\n".join(parts) + "\n"
+
+
+def render_row(row: MatrixRow, current_hashes: Mapping[str, str]) -> str:
+    """One row as Markdown: what ran, where, and every check."""
+    return _section_text(_section(row, current_hashes)) + "\n"
+
+
+def _section_text(section: _Section) -> str:
+    return "\n\n".join(
+        [
+            f"### {section.id}",
+            "\n".join(f"- {name}: {_cell(value)}" for name, value in section.facts.items()),
+            _table([vars(check) for check in section.checks]),
+        ]
+    )
 
 
 def render_json(rows: Iterable[MatrixRow], current_hashes: Mapping[str, str]) -> str:

@@ -25,7 +25,7 @@ from tapcheck.models import layer_count, load_config, require_dtype, require_voc
 from tapcheck.request import Request
 from tapcheck.rowstore import RowStore
 from tapcheck.runs import Plan, assemble, check_requests, finished, make_plan, prompt_to_run
-from tapcheck.sites import Site
+from tapcheck.sites import Site, all_sites
 from tapcheck.taps import attach, plan_taps
 
 _LOGITS = Site("logits")
@@ -73,13 +73,29 @@ class HFBackend:
         """Decoder layers of the model."""
         return layer_count(self._config)
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are below this."""
+        return int(self._config.get_text_config().vocab_size)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Every site that this model has, in execution order."""
+        _, contracts, final_norm = self._readings
+
+        def has(site: Site) -> bool:
+            if site.layer is None:
+                return site.point != "final_norm" or final_norm is not None
+            return getattr(contracts[site.layer], site.point) is not None
+
+        return tuple(site for site in all_sites(self.num_layers) if has(site))
+
     @functools.cached_property
     def _readings(self) -> tuple[Anatomy, tuple[LayerContract | None, ...], Source | None]:
         """The model's parts and what each layer's tensors mean, from one probe forward."""
         model = self._model
         anatomy = find_anatomy(model, self.num_layers, model.get_input_embeddings())
-        vocabulary = int(self._config.get_text_config().vocab_size)
-        tokens = torch.arange(_PROBE_TOKENS, device=self._device)[None] % vocabulary
+        tokens = torch.arange(_PROBE_TOKENS, device=self._device)[None] % self.vocabulary_size
         with torch.inference_mode():
             probe = observe(anatomy, lambda: model(input_ids=tokens, use_cache=False))
         return anatomy, *solve(anatomy, probe)

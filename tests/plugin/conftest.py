@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tapcheck.fixtures.hardware import Gpu
+# A run inside this process forgets what it imported, and torch can't be imported twice.
+import torch  # noqa: F401
 
+from tapcheck.fixtures.hardware import Gpu
 
 
 @pytest.fixture(autouse=True)

@@ -72,7 +72,7 @@ def test_the_summary_counts_rows_and_names_the_worst_error_of_each_test(
     pytester: pytest.Pytester, workers: list[str]
 ) -> None:
     pytester.makepyfile(test_it=COMPARING)
-    result = pytester.runpytest(*workers)
+    result = pytester.runpytest_subprocess(*workers)
     result.assert_outcomes(passed=2, failed=1)
     assert result.outlines.count("captures compared: 11 of 11 rows due, worst relative error 0.5")
     result.stdout.fnmatch_lines_random(
@@ -87,7 +87,7 @@ def test_the_summary_counts_rows_and_names_the_worst_error_of_each_test(
 @pytest.mark.parametrize("workers", [[], ["-n", "1"]])
 def test_the_numbers_land_in_junit(pytester: pytest.Pytester, workers: list[str]) -> None:
     pytester.makepyfile(test_it=COMPARING)
-    pytester.runpytest("--junitxml=out.xml", *workers)
+    pytester.runpytest_subprocess("--junitxml=out.xml", *workers)
     found = {
         case.get("name"): {item.get("name"): item.get("value") for item in case.iter("property")}
         for case in ET.parse(pytester.path / "out.xml").iter("testcase")

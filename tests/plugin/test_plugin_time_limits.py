@@ -46,8 +46,8 @@ def test_the_limit_of_gpu_tests_is_600_seconds_by_default(pytester: pytest.Pytes
     )
     pytester.makeconftest(
         """
-        def pytest_runtest_setup(item):
-            print("limit is", item.get_closest_marker("timeout"))
+        def pytest_collection_finish(session):
+            print("limit is", session.items[0].get_closest_marker("timeout"))
         """
     )
     result = pytester.runpytest("-s", "--tapcheck-device=cpu")

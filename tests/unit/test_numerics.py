@@ -59,9 +59,7 @@ def test_a_row_that_is_not_finite_satisfies_no_tolerance(side: str, value: float
     assert not metrics.relative_error[0] <= math.inf
     assert math.isnan(metrics.cosine[0])
     assert metrics.max_abs_feature[0] == 2
-    assert (metrics.nan_count[0], metrics.inf_count[0]) == (
-        (1, 0) if math.isnan(value) else (0, 1)
-    )
+    assert (metrics.nan_count[0], metrics.inf_count[0]) == ((1, 0) if math.isnan(value) else (0, 1))
 
 
 def test_a_broken_row_leaves_its_neighbours_alone() -> None:
@@ -99,9 +97,7 @@ def test_rows_that_cannot_be_paired_are_refused(
         row_metrics(torch.ones(actual), torch.ones(expected))
 
 
-@given(
-    st.integers(1, 12), st.integers(1, 9), st.integers(1, 40), st.sampled_from(FLOAT_DTYPES)
-)
+@given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 40), st.sampled_from(FLOAT_DTYPES))
 def test_blocks_and_order_of_rows_change_nothing(
     n: int, width: int, block_elements: int, dtype: torch.dtype
 ) -> None:

@@ -196,18 +196,35 @@ def test_several_selectors_select_each_position_once(
     assert resolve(chosen, request) == sorted(set().union(*alone))
 
 
-@given(
-    st.lists(selectors, min_size=1, max_size=3), requests(), st.integers(0, 5), st.integers(0, 20)
-)
-def test_what_resolves_was_a_candidate(
-    chosen: list[Selector], request: Request, start: int, count: int
-) -> None:
-    chosen = [selector for selector in chosen if not is_error(selector, request)]
-    mask = candidates(chosen, start, count, request.prompt_length)
-    assert mask.shape == (count,)
+@given(selectors, requests())
+def test_what_resolves_was_a_candidate(selector: Selector, request: Request) -> None:
+    assume(not is_error(selector, request))
+    mask = candidates([selector], 0, 20, request.prompt_length)
     assert mask.dtype == np.bool_
-    inside = {at for at in resolve(chosen, request) if start <= at < start + count}
-    assert inside <= set((np.flatnonzero(mask) + start).tolist())
+    assert set(resolve([selector], request)) <= set(np.flatnonzero(mask).tolist())
+
+
+def test_a_slice_from_the_end_may_start_anywhere_whatever_its_stride() -> None:
+    stride_two = parse_selectors(["generated[-3:]/2"])
+    assert candidates(stride_two, 2, 5, prompt_length=4).tolist() == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert resolve(stride_two, Request("a", (0,) * 4, (0,) * 5)) == [5, 7]
+    assert resolve(stride_two, Request("a", (0,) * 4, (0,) * 6)) == [6, 8]
+
+
+@given(st.lists(selectors, max_size=3), st.integers(1, 9), st.integers(0, 20), st.integers(0, 20))
+def test_candidates_of_a_step_are_a_window_on_those_of_the_sequence(
+    chosen: list[Selector], prompt_length: int, start: int, count: int
+) -> None:
+    whole = np.zeros(start + count, np.bool_)
+    for selector in chosen:
+        whole |= candidates([selector], 0, start + count, prompt_length)
+    assert candidates(chosen, start, count, prompt_length).tolist() == whole[start:].tolist()
 
 
 @given(selectors, st.integers(1, 5), st.integers(0, 20))

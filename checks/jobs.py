@@ -1,0 +1,45 @@
+"""What one run of the checks consists of: jobs, and the checks that each owes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Topology = Literal["in_process", "subprocess"]
+TOPOLOGIES: tuple[Topology, ...] = ("in_process", "subprocess")
+
+SELFTEST = "selftest"
+_ENGINE_CHECKS = ("ledger", "equivalence", "tokens")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine to judge against Transformers: `path` is the model's folder, `model` its name.
+
+    A job with `topology` None is the checker's own test: faults injected into a healthy capture.
+    """
+
+    model: str
+    path: str
+    dtype: str
+    device: str
+    topology: Topology | None
+
+
+def check_names(job: Job) -> tuple[str, ...]:
+    """The checks that a job owes; each must be in the row, or the run can't pass."""
+    if job.topology is None:
+        return (SELFTEST,)
+    return tuple(f"{check}[{job.model},{job.topology}]" for check in _ENGINE_CHECKS)
+
+
+def plan_jobs(models: dict[str, str], dtype: str, device: str) -> list[Job]:
+    """The jobs for these models (name to folder): the checker's own test first, in float32."""
+    first_name, first_path = next(iter(models.items()))
+    selftest = Job(first_name, first_path, "float32", "cpu", None)
+    engines = [
+        Job(name, path, dtype, device, topology)
+        for name, path in models.items()
+        for topology in TOPOLOGIES
+    ]
+    return [selftest, *engines]

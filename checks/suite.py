@@ -1,0 +1,274 @@
+"""The checks of the main job: what each runs, measures and requires.
+
+To add a check: measure it from the two captures in a function that returns a CheckResult, call it
+in `judge_engine`, and name it in `checks/jobs.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from tapcheck.capture import Capture
+from tapcheck.checks.equivalence import compare_captures
+from tapcheck.checks.faults import FAULTS
+from tapcheck.checks.jobs import SELFTEST, Job
+from tapcheck.checks.ledger import compare_ledger
+from tapcheck.checks.message import explain
+from tapcheck.checks.sources import source_hash
+from tapcheck.checks.tolerances import default_rtol
+from tapcheck.compatibility.rows import EngineSettings
+from tapcheck.compatibility.verdict import CheckResult, Condition
+from tapcheck.hf import HFBackend
+from tapcheck.models import load_config
+from tapcheck.request import Request
+from tapcheck.vllm.backend import VLLMBackend
+
+# Eight concurrent requests of different lengths, so that they join, decode and leave together.
+PROMPT_LENGTHS = (1, 2, 5, 9, 16, 23, 33, 48)
+NEW_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a job found: results, the engine that ran, and how often each situation arose."""
+
+    results: tuple[CheckResult, ...]
+    settings: tuple[EngineSettings, ...]
+    situations: dict[str, int]
+
+
+def run_job(job: Job) -> Finding:
+    """Run one job; raises what goes wrong outside the checks themselves."""
+    if job.topology is None:
+        return Finding((check_the_checker(_reference(job)),), (), {})
+    reference = _reference(job)
+    requests = make_requests(int(load_config(job.path).get_text_config().vocab_size))
+    sites = reference.sites
+    with VLLMBackend(job.path, dtype=job.dtype, in_process=job.topology == "in_process") as engine:
+        actual = engine.capture(requests, sites, max_new_tokens=NEW_TOKENS)
+    expected = reference.capture(actual.requests, sites)
+    results = tuple(judge_engine(job, requests, actual, expected))
+    return Finding(results, (_engine_settings(job, actual),), count_situations(actual))
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(path: str, dtype: str, device: str) -> HFBackend:
+    return HFBackend(path, dtype=dtype, device=device)
+
+
+def _reference(job: Job) -> HFBackend:
+    """The Transformers model of a job; jobs of one model follow each other and share it."""
+    return _loaded(job.path, job.dtype, job.device)
+
+
+def make_requests(vocabulary: int) -> list[Request]:
+    """The requests of every engine job: fixed random token ids, no two prompts alike."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Request(f"r{i}", tuple(torch.randint(vocabulary, (n,), generator=generator).tolist()))
+        for i, n in enumerate(PROMPT_LENGTHS)
+    ]
+
+
+def judge_engine(
+    job: Job, requests: list[Request], actual: Capture, expected: Capture
+) -> Iterator[CheckResult]:
+    """Every check of one engine's capture against Transformers' on the same tokens."""
+    for check, judge in (
+        ("ledger", lambda: check_ledger(requests, actual)),
+        ("equivalence", lambda: check_equivalence(actual, expected)),
+        ("tokens", lambda: check_tokens(actual, expected)),
+    ):
+        started = time.monotonic()
+        result: CheckResult = judge()  # type: ignore[no-untyped-call]
+        yield replace(
+            result,
+            name=f"{check}[{job.model},{job.topology}]",
+            seconds=round(time.monotonic() - started, 3),
+        )
+
+
+def check_ledger(requests: list[Request], actual: Capture) -> CheckResult:
+    """Every row that the requests make due was delivered once, in order, and no other was.
+
+    All requests must have shared a forward pass: without that, ownership was never put to a test.
+    """
+    ledger = compare_ledger(actual, requests=requests, sites=actual.sites, select=["all"])
+    shared = count_situations(actual)["most_requests_in_one_step"]
+    problems = ledger.entries
+    reason = f"{ledger.delivered} of {ledger.due} rows delivered, {shared} requests in one step"
+    if problems:
+        reason = f"{len(problems)} rows wrong; the first: {problems[0].reason}"
+    return _result(
+        check_ledger,
+        reason,
+        {
+            "rows_due": ledger.due,
+            "rows_delivered": ledger.delivered,
+            "rows_wrong": len(problems),
+            "requests": len(requests),
+            "most_requests_in_one_step": shared,
+        },
+        Condition("rows_due", ">=", 1),
+        Condition("rows_delivered", "==", "rows_due"),
+        Condition("rows_wrong", "==", 0),
+        Condition("most_requests_in_one_step", "==", "requests"),
+        first=_where(problems[0]) if problems else None,
+    )
+
+
+def check_equivalence(actual: Capture, expected: Capture) -> CheckResult:
+    """Every row equals Transformers' row of the same request, site and position."""
+    comparison = compare_captures(actual, expected)
+    limit = max((site.rtol for site in comparison.sites), default=0.0)
+    first = comparison.first_divergence
+    return _result(
+        check_equivalence,
+        explain(comparison).splitlines()[0],
+        {
+            "rows_due": comparison.rows_due,
+            "rows_compared": comparison.rows_compared,
+            "sites": len(comparison.sites),
+            "failing_sites": len(comparison.failing_sites),
+            "token_problems": len(comparison.token_problems),
+            "ledger_problems": len(comparison.ledger.entries),
+            "worst_relative_error": comparison.worst_relative_error,
+        },
+        Condition("rows_compared", ">=", 1),
+        Condition("rows_compared", "==", "rows_due"),
+        Condition("token_problems", "==", 0),
+        Condition("ledger_problems", "==", 0),
+        Condition("failing_sites", "==", 0),
+        Condition("worst_relative_error", "<=", limit),
+        first=_where(first) if first else None,
+    )
+
+
+def check_tokens(actual: Capture, expected: Capture) -> CheckResult:
+    """Each generated token is the one that Transformers finds likeliest, teacher-forced.
+
+    In a narrow dtype two tokens can tie: one counts as equal when Transformers' logit for it is
+    within the dtype's fixed tolerance of the largest.
+    """
+    rows = expected["logits"]
+    rtol = default_rtol(rows.values.dtype)
+    compared, different, first = 0, 0, None
+    for index, request in enumerate(actual.requests):
+        mine = rows.columns.request == index
+        at = np.flatnonzero(mine & (rows.columns.position >= request.prompt_length - 1))
+        logits = rows.values[torch.from_numpy(at)].float()
+        chosen = torch.tensor(request.generated_token_ids[: len(at)])
+        gap = logits.amax(-1) - logits.gather(-1, chosen[:, None])[:, 0]
+        wrong = torch.nonzero(~(gap <= rtol * logits.abs().amax(-1)))[:, 0]
+        compared += len(at)
+        different += len(wrong)
+        if len(wrong) and first is None:
+            position = int(rows.columns.position[at[int(wrong[0])]]) + 1
+            first = f"request {request.id!r}, position {position}"
+    return _result(
+        check_tokens,
+        f"{compared - different} of {compared} generated tokens are Transformers' own choice",
+        {"tokens_compared": compared, "tokens_different": different},
+        Condition("tokens_compared", ">=", 1),
+        Condition("tokens_different", "==", 0),
+        first=first,
+    )
+
+
+def check_the_checker(reference: HFBackend) -> CheckResult:
+    """Every injected fault is caught in a real capture, and the healthy capture passes."""
+    started = time.monotonic()
+    requests = make_requests(reference.vocabulary_size)[2:6]
+    healthy = reference.capture(requests, reference.sites, max_new_tokens=4)
+    missed = [
+        fault.name
+        for fault in FAULTS.values()
+        if compare_captures(fault.inject(healthy), healthy).passed
+    ]
+    false_alarms = 0 if compare_captures(healthy, healthy).passed else 1
+    caught = len(FAULTS) - len(missed)
+    reason = f"{caught} of {len(FAULTS)} injected faults caught, {false_alarms} false alarms"
+    if missed:
+        reason += f"; missed: {', '.join(missed)}"
+    result = _result(
+        check_the_checker,
+        reason,
+        {
+            "faults_injected": len(FAULTS),
+            "faults_caught": caught,
+            "false_alarms": false_alarms,
+        },
+        Condition("faults_injected", ">=", 1),
+        Condition("faults_caught", "==", "faults_injected"),
+        Condition("false_alarms", "==", 0),
+    )
+    return replace(result, name=SELFTEST, seconds=round(time.monotonic() - started, 3))
+
+
+def count_situations(capture: Capture) -> dict[str, int]:
+    """How often what makes ownership hard arose, from the steps that rows say they came from."""
+    columns = next(iter(capture.rows.values())).columns
+    lengths = np.array([request.prompt_length for request in capture.requests])
+    decode = columns.position >= lengths[columns.request]
+    steps = np.unique(columns.step)
+    owners = [np.unique(columns.request[columns.step == step]).size for step in steps]
+    mixed = [
+        np.unique(decode[columns.step == step]).size == 2 for step in steps
+    ]
+    return {
+        "requests": len(capture.requests),
+        "steps": len(steps),
+        "most_requests_in_one_step": max(owners, default=0),
+        "steps_mixing_prefill_and_decode": sum(mixed),
+        "prompt_rows": int((~decode).sum()),
+        "generated_rows": int(decode.sum()),
+    }
+
+
+def _result(
+    judge: object,
+    reason: str,
+    metrics: dict[str, int | float],
+    *conditions: Condition,
+    first: str | None = None,
+) -> CheckResult:
+    return CheckResult(
+        name="",
+        outcome="completed",
+        reason=reason,
+        metrics=metrics,
+        conditions=conditions,
+        first_divergence=first,
+        source_hash=source_hash(judge),  # type: ignore[arg-type]
+    )
+
+
+def _where(row: object) -> str:
+    """Request, site and position of a ledger entry or a row difference."""
+    return f"request {row.request_id!r}, site {row.site}, position {row.position}"  # type: ignore[attr-defined]
+
+
+def _engine_settings(job: Job, capture: Capture) -> EngineSettings:
+    live = capture.metadata["engine"]
+    assert job.topology is not None
+    return EngineSettings(
+        model=job.model,
+        revision=None,
+        dtype=job.dtype,
+        engine_dtype=live["engine_dtype"],
+        quantization=live["quantization"],
+        tensor_parallel_size=live["tensor_parallel_size"],
+        pipeline_parallel_size=live["pipeline_parallel_size"],
+        runner=live["runner"],
+        mode=capture.metadata["mode"],
+        topology=job.topology,
+        attention_backend=live["attention_backend"],
+        block_size=live["block_size"],
+        model_impl=live["model_impl"],
+    )
