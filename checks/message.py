@@ -220,21 +220,23 @@ def _round_up(value: float) -> str:
 def _next(comparison: Comparison) -> str:
     if comparison.token_problems:
         return "make the token ids equal first: rows of other tokens cannot agree"
-    if comparison.explanation:
-        return comparison.explanation
     row = comparison.first_divergence
-    if row is not None and (row.nan_count or row.inf_count):
-        return "see whether the model's own output holds NaN or Inf, or only the tap's buffer does"
     if row is not None:
-        return (
-            "compare with the site's inputs: the failing rows are no shift, swap, other layer, "
-            "residual mistake or scale of the expected ones"
-        )
-    if not comparison.ledger.entries and not comparison.failing_sites:
-        return "see what the selectors select of these requests, and whether the taps were called"
+        return comparison.explanation or _next_for_unexplained(row)
     if comparison.failing_sites:
         return "look for one shard of a tensor-parallel model, or for another model"
-    return "find the step in which the first of these rows was taken or lost"
+    if comparison.ledger.entries:
+        return "find the step in which the first of these rows was taken or lost"
+    return "see what the selectors select of these requests, and whether the taps were called"
+
+
+def _next_for_unexplained(row: RowDifference) -> str:
+    if row.nan_count or row.inf_count:
+        return "see whether the model's own output holds NaN or Inf, or only the tap's buffer does"
+    return (
+        "compare with the site's inputs: the failing rows are no shift, swap, other layer, "
+        "residual mistake or scale of the expected ones"
+    )
 
 
 def _count(number: int, noun: str) -> str:

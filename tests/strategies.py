@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from tapcheck.capture import COLUMN_NAMES, VALUE_DTYPES, Capture, Columns, SiteRows
@@ -13,8 +12,6 @@ from tapcheck.selectors import Selector
 from tapcheck.sites import Site, all_sites
 from tapcheck.transport import RowBatch
 
-settings.register_profile("tapcheck", deadline=None)  # a busy machine is no failure
-settings.load_profile("tapcheck")
 
 token_ids = st.integers(0, 200_000)
 request_ids = st.text(min_size=1, max_size=6)

@@ -1,0 +1,31 @@
+"""Engines that the tests in this folder share, and what they compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tapcheck.checks.suite import make_requests
+from tapcheck.fixtures.pool import EnginePool
+from tapcheck.request import Request
+from tapcheck.vllm.backend import VLLMBackend
+
+
+@pytest.fixture(scope="session")
+def llama(model_zoo: Callable[[str], Path]) -> Path:
+    """Tiny llama: fused residual, `self_attn`."""
+    return model_zoo("llama")
+
+
+@pytest.fixture
+def engine(engine_pool: EnginePool, llama: Path) -> VLLMBackend:
+    """Tiny llama in this process, with a block size that short prompts share blocks under."""
+    return engine_pool.acquire(llama, block_size=32, max_num_batched_tokens=64)
+
+
+@pytest.fixture(scope="session")
+def requests() -> list[Request]:
+    """Eight requests of different lengths, within a vocabulary of 512."""
+    return make_requests(512)

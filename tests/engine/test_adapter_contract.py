@@ -1,0 +1,142 @@
+"""What the V1 runner adapter reads of vLLM, by behaviour: each test fails if a read moves meaning.
+
+The forward pass itself is the witness: its input ids and positions say what every row is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tapcheck.layout import StepLayout
+from tapcheck.request import Request
+from tapcheck.vllm.adapters import V1RunnerAdapter, find_embedding
+from tapcheck.vllm.backend import VLLMBackend
+
+pytestmark = pytest.mark.engine
+
+
+class Witness:
+    """Layouts as the adapter announces them, beside what the model was really called with."""
+
+    def __init__(self, engine: VLLMBackend) -> None:
+        core = engine._llm.llm_engine.engine_core.engine_core
+        self.runner: Any = core.model_executor.driver_worker.worker.model_runner
+        self.adapter = V1RunnerAdapter(self.runner)
+        self.layouts: list[StepLayout] = []
+        self.calls: list[tuple[list[int], list[int]]] = []
+        self.ended = 0
+
+    def __enter__(self) -> Witness:
+        self.adapter.watch(self.layouts.append, self._end)
+        self._handle = self.adapter.model.register_forward_pre_hook(self._see, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+        self.adapter.unwatch()
+
+    def _see(self, _model: object, _args: object, kwargs: dict[str, Any]) -> None:
+        self.calls.append((kwargs["input_ids"].tolist(), kwargs["positions"].tolist()))
+
+    def _end(self, _output: object) -> None:
+        self.ended += 1
+
+
+def test_owner_position_and_order_of_every_row_are_those_of_the_forward_pass(
+    engine: VLLMBackend, requests: list[Request]
+) -> None:
+    with Witness(engine) as witness:
+        capture = engine.capture(requests, ["embed"], max_new_tokens=5)
+    tokens = {request.token_ids: 0 for request in capture.requests}
+    by_owner: dict[str, dict[int, int]] = {}
+    assert len(witness.layouts) == len(witness.calls) == witness.ended > 5
+    for layout, (input_ids, positions) in zip(witness.layouts, witness.calls, strict=True):
+        assert layout.total_rows == len(input_ids)
+        row = 0
+        for segment in layout.segments:
+            assert segment.owner is not None
+            expected = list(range(segment.start, segment.start + segment.rows))
+            assert positions[row : row + segment.rows] == expected
+            seen = by_owner.setdefault(segment.owner, {})
+            seen |= dict(zip(expected, input_ids[row : row + segment.rows], strict=True))
+            row += segment.rows
+    for seen in by_owner.values():
+        fed = tuple(seen[position] for position in range(len(seen)))
+        matching = [ids for ids in tokens if ids[:-1] == fed]
+        assert len(matching) == 1, f"an owner's rows are not one request's tokens: {fed}"
+        tokens[matching[0]] += 1
+    assert set(tokens.values()) == {1}
+
+
+def test_prompt_lengths_are_those_of_the_prompts(
+    engine: VLLMBackend, requests: list[Request]
+) -> None:
+    with Witness(engine) as witness:
+        engine.capture(requests, ["embed"], max_new_tokens=3)
+    lengths: dict[str | None, set[int]] = {}
+    for layout in witness.layouts:
+        for segment in layout.segments:
+            lengths.setdefault(segment.owner, set()).add(segment.prompt_length)
+    assert all(len(seen) == 1 for seen in lengths.values())
+    assert sorted(seen.pop() for seen in lengths.values()) == sorted(
+        request.prompt_length for request in requests
+    )
+
+
+def test_a_request_without_an_owner_is_announced_as_nobodys(engine: VLLMBackend) -> None:
+    from vllm import SamplingParams
+
+    with Witness(engine) as witness:
+        engine._llm.generate(
+            [{"prompt_token_ids": [1, 2, 3]}],
+            SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False),
+            use_tqdm=False,
+        )
+    owners = {segment.owner for layout in witness.layouts for segment in layout.segments}
+    assert owners == {None}
+
+
+def test_a_dummy_forward_runs_the_model_and_announces_nothing(engine: VLLMBackend) -> None:
+    with Witness(engine) as witness:
+        witness.adapter.run_dummy_forward()
+    assert len(witness.calls) == 1
+    assert len(witness.calls[0][0]) > 1
+    assert not witness.layouts
+    assert not witness.ended
+
+
+def test_unwatch_leaves_the_runner_as_it_was(engine: VLLMBackend) -> None:
+    witness = Witness(engine)
+    before = witness.runner.execute_model
+    hooks = len(witness.adapter.model._forward_pre_hooks)
+    with witness:
+        assert witness.runner.execute_model != before
+    engine._call("tapcheck_uninstall")
+    engine._installed = None
+    assert "execute_model" not in vars(witness.runner)
+    assert len(witness.adapter.model._forward_pre_hooks) <= hooks
+
+
+def test_the_embedding_is_the_one_that_input_ids_pass_through(engine: VLLMBackend) -> None:
+    seen: list[list[int]] = []
+    with Witness(engine) as witness:
+        embedding = find_embedding(witness.adapter.model)
+        assert embedding is not None
+        handle = embedding.register_forward_pre_hook(
+            lambda _module, args: seen.append(args[0].tolist())
+        )
+        witness.adapter.run_dummy_forward()
+        handle.remove()
+    assert seen == [witness.calls[0][0]]
+
+
+def test_logits_of_hidden_rows_are_those_that_the_sampler_chose_from(
+    engine: VLLMBackend, requests: list[Request]
+) -> None:
+    capture = engine.capture(requests, ["logits"], max_new_tokens=4)
+    for request in capture.requests:
+        for offset, token in enumerate(request.generated_token_ids):
+            row = capture.row(request.id, "logits", request.prompt_length - 1 + offset)
+            assert int(row.argmax()) == token
