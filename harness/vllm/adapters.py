@@ -99,6 +99,7 @@ class V1RunnerAdapter:
         Dummy passes call the model without `execute_model`, so they find nothing scheduled.
         """
         execute_model = self._runner.execute_model
+        shadowed = vars(self._runner).get("execute_model")
 
         def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self._scheduled = scheduler_output
@@ -115,11 +116,17 @@ class V1RunnerAdapter:
             if self._scheduled is not None:
                 end(output)
 
+        def restore() -> None:
+            if shadowed is None:
+                del self._runner.execute_model
+            else:
+                self._runner.execute_model = shadowed
+
         self._runner.execute_model = execute
         self._unwatch = [
             self.model.register_forward_pre_hook(before, with_kwargs=True).remove,
             self.model.register_forward_hook(after, with_kwargs=True).remove,
-            lambda: self._runner.__dict__.pop("execute_model", None),
+            restore,
         ]
 
     def unwatch(self) -> None:

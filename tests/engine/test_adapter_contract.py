@@ -21,6 +21,7 @@ class Witness:
     """Layouts as the adapter announces them, beside what the model was really called with."""
 
     def __init__(self, engine: VLLMBackend) -> None:
+        engine.capture([Request("first", (1,))], ["embed"])  # installs the taps, under this watch
         core = engine._llm.llm_engine.engine_core.engine_core
         self.runner: Any = core.model_executor.driver_worker.worker.model_runner
         self.adapter = V1RunnerAdapter(self.runner)
@@ -109,14 +110,16 @@ def test_a_dummy_forward_runs_the_model_and_announces_nothing(engine: VLLMBacken
 
 def test_unwatch_leaves_the_runner_as_it_was(engine: VLLMBackend) -> None:
     witness = Witness(engine)
-    before = witness.runner.execute_model
-    hooks = len(witness.adapter.model._forward_pre_hooks)
+    before = vars(witness.runner)["execute_model"]
+    hooks = list(witness.adapter.model._forward_pre_hooks)
     with witness:
-        assert witness.runner.execute_model != before
+        assert vars(witness.runner)["execute_model"] is not before
+    assert vars(witness.runner)["execute_model"] is before
+    assert list(witness.adapter.model._forward_pre_hooks) == hooks
     engine._call("tapcheck_uninstall")
     engine._installed = None
     assert "execute_model" not in vars(witness.runner)
-    assert len(witness.adapter.model._forward_pre_hooks) <= hooks
+    assert not witness.adapter.model._forward_pre_hooks
 
 
 def test_the_embedding_is_the_one_that_input_ids_pass_through(engine: VLLMBackend) -> None:

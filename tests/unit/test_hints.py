@@ -83,6 +83,13 @@ def test_rows_that_are_not_finite_are_not_explained() -> None:
     assert explanation(FAULTS["nan_row"].inject(HEALTHY)) is None
 
 
+def test_float64_rows_are_explained_to_their_own_precision() -> None:
+    healthy = synthetic_capture(torch.float64)
+    text = explanation(FAULTS["shifted_rows"].inject(healthy), healthy, rtol=1e-12)
+    assert text is not None
+    assert "previous position" in text
+
+
 def test_a_match_needs_no_explanation() -> None:
     assert explanation(HEALTHY) is None
 

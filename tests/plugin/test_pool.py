@@ -1,0 +1,235 @@
+"""The engine pool: which engine is given, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tapcheck.checks import assert_captures_match
+from tapcheck.fixtures.guard import descendants
+from tapcheck.fixtures.pool import EnginePool
+
+FOREVER = [sys.executable, "-c", "import signal; signal.pause()"]
+
+
+class FakeBackend:
+    """Stands for VLLMBackend: starts a process where a real one would."""
+
+    live: list[FakeBackend]
+    closes_its_process = True
+    fails = False
+
+    def __init__(self, model: str | Path, *, dtype: str, in_process: bool, **engine_args: Any):
+        self.arguments = (str(model), dtype, in_process, engine_args)
+        self.process = None if in_process else subprocess.Popen(FOREVER)
+        if self.fails:
+            raise KeyboardInterrupt
+        self.live.append(self)
+
+    def close(self) -> None:
+        self.live.remove(self)
+        if self.process is not None and self.closes_its_process:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> type[FakeBackend]:
+    class Backend(FakeBackend):
+        live = []
+
+    monkeypatch.setattr("tapcheck.vllm.backend.VLLMBackend", Backend)
+    monkeypatch.setattr("tapcheck.fixtures.pool._GRACE_SECONDS", 0.1)
+    return Backend
+
+
+@pytest.fixture
+def pool() -> Iterator[EnginePool]:
+    pool = EnginePool()
+    yield pool
+    pool.close()
+
+
+def test_the_same_arguments_get_the_same_engine(
+    pool: EnginePool, backends: type[FakeBackend]
+) -> None:
+    first = pool.acquire("m", block_size=32, seed=1)
+    assert pool.acquire(Path("m"), seed=1, block_size=32, dtype="float32") is first
+    assert first.arguments == ("m", "float32", True, {"block_size": 32, "seed": 1})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "n"},
+        {"dtype": "bfloat16"},
+        {"in_process": False},
+        {"block_size": 64},
+        {"seed": 1},
+    ],
+)
+def test_any_other_argument_gets_another_engine_and_closes_the_first(
+    pool: EnginePool, backends: type[FakeBackend], other: dict[str, Any]
+) -> None:
+    first: Any = pool.acquire("m", block_size=32)
+    second: Any = pool.acquire(**{"model": "m", "block_size": 32, **other})
+    assert second is not first
+    assert backends.live == [second]
+
+
+def test_after_closing_a_new_engine_is_started(
+    pool: EnginePool, backends: type[FakeBackend]
+) -> None:
+    first = pool.acquire("m")
+    pool.close()
+    pool.close()
+    assert backends.live == []
+    assert pool.acquire("m") is not first
+
+
+def test_closing_ends_the_engines_processes_and_the_guard(
+    pool: EnginePool, backends: type[FakeBackend]
+) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    pool.acquire("m", in_process=False)
+    assert len(set(psutil.Process().children(recursive=True)) - before) == 2
+    assert pool.leaked_processes() == []
+    pool.close()
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert pool.leaked_processes() == []
+
+
+def test_a_process_that_an_engine_leaves_behind_is_killed_and_named(
+    pool: EnginePool, backends: type[FakeBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "closes_its_process", False)
+    backend: Any = pool.acquire("m", in_process=False)
+    with pytest.warns(ResourceWarning, match=rf"left behind were killed: {backend.process.pid}"):
+        pool.close()
+    assert not psutil.pid_exists(backend.process.pid)
+    assert pool.leaked_processes() == []
+
+
+def test_a_leak_is_seen(
+    pool: EnginePool, backends: type[FakeBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "closes_its_process", False)
+    backend: Any = pool.acquire("m", in_process=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("tapcheck.fixtures.pool.end", lambda *_: [])
+        pool.close()
+    assert [process.pid for process in pool.leaked_processes()] == [backend.process.pid]
+    with pytest.warns(ResourceWarning, match="killed"):
+        pool.close()
+
+
+@pytest.mark.filterwarnings("ignore:processes that an engine left behind:ResourceWarning")
+def test_an_engine_that_is_interrupted_while_it_starts_leaves_nothing(
+    pool: EnginePool, backends: type[FakeBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "fails", True)
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(KeyboardInterrupt):
+        pool.acquire("m", in_process=False)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_processes_of_others_are_left_alone(
+    pool: EnginePool, backends: type[FakeBackend]
+) -> None:
+    earlier = subprocess.Popen(FOREVER)
+    pool.acquire("m", in_process=False)
+    later = subprocess.Popen(FOREVER)
+    try:
+        pool.close()
+        assert earlier.poll() is None
+        assert later.poll() is None
+    finally:
+        for process in (earlier, later):
+            process.kill()
+            process.wait()
+
+
+def test_a_guard_ends_the_engine_of_a_process_that_dies(run_python: Callable[[str], str]) -> None:
+    # Dies without a chance to clean up, as when a time limit fires.
+    script = f"""
+import os, subprocess
+import tapcheck.vllm.backend
+from tapcheck.fixtures.pool import EnginePool
+
+class Backend:
+    def __init__(self, model, **arguments):
+        self.process = subprocess.Popen({FOREVER!r}, stdout=subprocess.DEVNULL)
+
+tapcheck.vllm.backend.VLLMBackend = Backend
+print(EnginePool().acquire("m", in_process=False).process.pid, flush=True)
+os._exit(0)
+"""
+    pid = int(run_python(script))
+    alive = [process for process in psutil.process_iter() if process.pid == pid]
+    _, alive = psutil.wait_procs(alive, timeout=30)
+    assert alive == []
+
+
+def live_bytes() -> int:
+    """Bytes of every tensor that this process still holds, each storage once."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    storages = [t.untyped_storage() for t in tensors if t.layout == torch.strided]
+    return sum({store._cdata: store.nbytes() for store in storages}.values())
+
+
+@pytest.mark.engine
+def test_memory_is_given_back(engine_pool: EnginePool, model_zoo: Callable[[str], Path]) -> None:
+    engine_pool.close()
+    before = live_bytes()
+    for name in ("llama", "gpt2", "llama"):
+        engine_pool.acquire(model_zoo(name))
+        assert live_bytes() > before + 2**29  # the KV cache alone has 1 GiB
+        engine_pool.close()
+        assert live_bytes() < before + 2**23
+        assert engine_pool.leaked_processes() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.engine
+def test_gpu_memory_is_given_back(
+    engine_pool: EnginePool, model_zoo: Callable[[str], Path]
+) -> None:
+    engine_pool.close()
+    before = torch.cuda.memory_reserved()
+    for name in ("llama", "gpt2"):
+        engine_pool.acquire(model_zoo(name), gpu_memory_utilization=0.3)
+        assert torch.cuda.memory_reserved() > before + 2**29
+        engine_pool.close()
+        assert torch.cuda.memory_reserved() < before + 2**26
+
+
+@pytest.mark.engine
+def test_captures_of_both_engines_match(tiny_model: Path, capture_pair: Any) -> None:
+    actual, expected = capture_pair(tiny_model)
+    comparison = assert_captures_match(actual, expected)
+    assert comparison.rows_compared > 500
+    assert actual.requests == expected.requests
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_an_engine_in_a_subprocess_ends_with_its_processes(
+    engine_pool: EnginePool, vllm_capture: Any, model_zoo: Callable[[str], Path]
+) -> None:
+    engine_pool.close()
+    before = descendants(psutil.Process())
+    vllm_capture(model_zoo("llama"), sites=["resid_post.0"], in_process=False)
+    assert len(descendants(psutil.Process()) - before) >= 2  # the engine core and a worker
+    engine_pool.close()
+    assert descendants(psutil.Process()) <= before
+    assert engine_pool.leaked_processes() == []
