@@ -16,6 +16,7 @@ _ENGINE_CHECKS = ("ledger", "equivalence", "tokens")
 class Job:
     """One engine to judge against Transformers: `path` is the model's folder, `model` its name.
 
+    `rtol` is the largest relative error that a row may have, None for the dtype's fixed tolerance.
     A job with `topology` None is the checker's own test: faults injected into a healthy capture.
     """
 
@@ -24,6 +25,7 @@ class Job:
     dtype: str
     device: str
     topology: Topology | None
+    rtol: float | None = None
 
 
 def check_names(job: Job) -> tuple[str, ...]:
@@ -33,12 +35,14 @@ def check_names(job: Job) -> tuple[str, ...]:
     return tuple(f"{check}[{job.model},{job.topology}]" for check in _ENGINE_CHECKS)
 
 
-def plan_jobs(models: dict[str, str], dtype: str, device: str) -> list[Job]:
+def plan_jobs(
+    models: dict[str, str], dtype: str, device: str, rtol: float | None = None
+) -> list[Job]:
     """The jobs for these models (name to folder): the checker's own test first, in float32."""
     first_name, first_path = next(iter(models.items()))
     selftest = Job(first_name, first_path, "float32", "cpu", None)
     engines = [
-        Job(name, path, dtype, device, topology)
+        Job(name, path, dtype, device, topology, rtol)
         for name, path in models.items()
         for topology in TOPOLOGIES
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from tapcheck.checks.equivalence import compare_captures
 from tapcheck.checks.faults import FAULTS
 from tapcheck.checks.jobs import SELFTEST, Job
 from tapcheck.checks.ledger import compare_ledger
-from tapcheck.checks.message import explain
+from tapcheck.checks.message import explain, where
 from tapcheck.checks.sources import source_hash
 from tapcheck.checks.tolerances import default_rtol
 from tapcheck.compatibility.rows import EngineSettings
@@ -27,6 +27,7 @@ from tapcheck.compatibility.verdict import CheckResult, Condition
 from tapcheck.hf import HFBackend
 from tapcheck.models import load_config
 from tapcheck.request import Request
+from tapcheck.sites import Site
 from tapcheck.vllm.backend import VLLMBackend
 
 # Eight concurrent requests of different lengths, so that they join, decode and leave together.
@@ -80,26 +81,28 @@ def judge_engine(
     job: Job, requests: list[Request], actual: Capture, expected: Capture
 ) -> Iterator[CheckResult]:
     """Every check of one engine's capture against Transformers' on the same tokens."""
-    for check, judge in (
-        ("ledger", lambda: check_ledger(requests, actual)),
-        ("equivalence", lambda: check_equivalence(actual, expected)),
-        ("tokens", lambda: check_tokens(actual, expected)),
-    ):
+    judges: dict[str, Callable[[], CheckResult]] = {
+        "ledger": lambda: check_ledger(requests, expected.sites, actual),
+        "equivalence": lambda: check_equivalence(actual, expected, job.rtol),
+        "tokens": lambda: check_tokens(actual, expected, NEW_TOKENS),
+    }
+    for check, judge in judges.items():
         started = time.monotonic()
-        result: CheckResult = judge()  # type: ignore[no-untyped-call]
         yield replace(
-            result,
+            judge(),
             name=f"{check}[{job.model},{job.topology}]",
             seconds=round(time.monotonic() - started, 3),
         )
 
 
-def check_ledger(requests: list[Request], actual: Capture) -> CheckResult:
+def check_ledger(
+    requests: Sequence[Request], sites: Sequence[Site], actual: Capture
+) -> CheckResult:
     """Every row that the requests make due was delivered once, in order, and no other was.
 
     All requests must have shared a forward pass: without that, ownership was never put to a test.
     """
-    ledger = compare_ledger(actual, requests=requests, sites=actual.sites, select=["all"])
+    ledger = compare_ledger(actual, requests=requests, sites=sites, select=["all"])
     shared = count_situations(actual)["most_requests_in_one_step"]
     problems = ledger.entries
     reason = f"{ledger.delivered} of {ledger.due} rows delivered, {shared} requests in one step"
@@ -119,13 +122,15 @@ def check_ledger(requests: list[Request], actual: Capture) -> CheckResult:
         Condition("rows_delivered", "==", "rows_due"),
         Condition("rows_wrong", "==", 0),
         Condition("most_requests_in_one_step", "==", "requests"),
-        first=_where(problems[0]) if problems else None,
+        first=where(problems[0]) if problems else None,
     )
 
 
-def check_equivalence(actual: Capture, expected: Capture) -> CheckResult:
+def check_equivalence(
+    actual: Capture, expected: Capture, rtol: float | None = None
+) -> CheckResult:
     """Every row equals Transformers' row of the same request, site and position."""
-    comparison = compare_captures(actual, expected)
+    comparison = compare_captures(actual, expected, rtol=rtol)
     limit = max((site.rtol for site in comparison.sites), default=0.0)
     first = comparison.first_divergence
     return _result(
@@ -146,24 +151,28 @@ def check_equivalence(actual: Capture, expected: Capture) -> CheckResult:
         Condition("ledger_problems", "==", 0),
         Condition("failing_sites", "==", 0),
         Condition("worst_relative_error", "<=", limit),
-        first=_where(first) if first else None,
+        first=where(first) if first else None,
     )
 
 
-def check_tokens(actual: Capture, expected: Capture) -> CheckResult:
+def check_tokens(actual: Capture, expected: Capture, new_tokens: int) -> CheckResult:
     """Each generated token is the one that Transformers finds likeliest, teacher-forced.
 
-    In a narrow dtype two tokens can tie: one counts as equal when Transformers' logit for it is
-    within the dtype's fixed tolerance of the largest.
+    Every request must have generated `new_tokens`. In a narrow dtype two tokens can tie: one
+    counts as equal when Transformers' logit for it is within the dtype's fixed tolerance of the
+    largest.
     """
     rows = expected["logits"]
     rtol = default_rtol(rows.values.dtype)
     compared, different, first = 0, 0, None
     for index, request in enumerate(actual.requests):
+        # The row before a generated token is the one that it was chosen from.
+        nth = rows.columns.position - (request.prompt_length - 1)
+        generated = torch.tensor(request.generated_token_ids, dtype=torch.int64)
         mine = rows.columns.request == index
-        at = np.flatnonzero(mine & (rows.columns.position >= request.prompt_length - 1))
+        at = np.flatnonzero(mine & (nth >= 0) & (nth < len(generated)))
         logits = rows.values[torch.from_numpy(at)].float()
-        chosen = torch.tensor(request.generated_token_ids[: len(at)])
+        chosen = generated[torch.from_numpy(nth[at])]
         gap = logits.amax(-1) - logits.gather(-1, chosen[:, None])[:, 0]
         wrong = torch.nonzero(~(gap <= rtol * logits.abs().amax(-1)))[:, 0]
         compared += len(at)
@@ -174,8 +183,13 @@ def check_tokens(actual: Capture, expected: Capture) -> CheckResult:
     return _result(
         check_tokens,
         f"{compared - different} of {compared} generated tokens are Transformers' own choice",
-        {"tokens_compared": compared, "tokens_different": different},
-        Condition("tokens_compared", ">=", 1),
+        {
+            "tokens_due": new_tokens * len(actual.requests),
+            "tokens_compared": compared,
+            "tokens_different": different,
+        },
+        Condition("tokens_due", ">=", 1),
+        Condition("tokens_compared", "==", "tokens_due"),
         Condition("tokens_different", "==", 0),
         first=first,
     )
@@ -218,9 +232,7 @@ def count_situations(capture: Capture) -> dict[str, int]:
     decode = columns.position >= lengths[columns.request]
     steps = np.unique(columns.step)
     owners = [np.unique(columns.request[columns.step == step]).size for step in steps]
-    mixed = [
-        np.unique(decode[columns.step == step]).size == 2 for step in steps
-    ]
+    mixed = [np.unique(decode[columns.step == step]).size == 2 for step in steps]
     return {
         "requests": len(capture.requests),
         "steps": len(steps),
@@ -232,7 +244,7 @@ def count_situations(capture: Capture) -> dict[str, int]:
 
 
 def _result(
-    judge: object,
+    judge: Callable[..., object],
     reason: str,
     metrics: dict[str, int | float],
     *conditions: Condition,
@@ -245,13 +257,8 @@ def _result(
         metrics=metrics,
         conditions=conditions,
         first_divergence=first,
-        source_hash=source_hash(judge),  # type: ignore[arg-type]
+        source_hash=source_hash(judge),
     )
-
-
-def _where(row: object) -> str:
-    """Request, site and position of a ledger entry or a row difference."""
-    return f"request {row.request_id!r}, site {row.site}, position {row.position}"  # type: ignore[attr-defined]
 
 
 def _engine_settings(job: Job, capture: Capture) -> EngineSettings:

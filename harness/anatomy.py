@@ -73,7 +73,11 @@ def _layer_parts(path: str, layer: nn.Module) -> LayerParts | None:
     if not children:  # vLLM's placeholder for a layer of another pipeline stage
         return None
     norms = tuple((name, child) for name, child in children if _is_norm(name, child))
-    others = [(name, child) for name, child in children if (name, child) not in norms]
+    others = [
+        (name, child)
+        for name, child in children
+        if not _is_norm(name, child) and not isinstance(child, nn.Dropout)
+    ]
     return LayerParts(
         layer=layer,
         attention=_one(path, layer, others, _ATTENTION, "attention"),
@@ -94,7 +98,7 @@ def _one(
         names = ", ".join(name for name, _ in children)
         raise SiteError(
             f"{path} ({type(layer).__name__}) has {len(found)} children that look like its {what} "
-            f"(its children are {names}): this architecture can't be tapped yet; harness/anatomy.py "
+            f"(its children are {names}): this architecture can't be tapped yet; tapcheck.anatomy "
             "is the place to teach it"
         )
     return found[0]

@@ -8,8 +8,8 @@ the one reading under which the residual stream's own identities hold:
     resid_mid == resid_pre + attn_out        resid_post == resid_mid + mlp_out
 
 (or, where attention and MLP run in parallel, resid_post == resid_pre + attn_out + mlp_out).
-During the probe the embedding and the attention outputs are replaced by random numbers, so that
-no term is zero or outsized and a wrong reading is wrong by far.
+During the probe the embedding's and every sublayer's output is replaced by random numbers of its
+own, so that no term is zero, outsized or equal to another, and a wrong reading is wrong by far.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from torch import nn
 from tapcheck.anatomy import Anatomy, LayerParts
 from tapcheck.errors import SiteError
 
-# Median error of an identity, over rows, relative to the smallest of its terms. A right reading
-# leaves rounding: measured 1e-7 in float32 and up to 2e-2 in bfloat16; a wrong one leaves a term.
-_HOLDS_BELOW = 0.2
+# An identity holds when its error (the median over rows) is both below this part of its smallest
+# term, since a wrong reading leaves a whole term, and below this many roundings of its largest,
+# since a right one leaves only these (a scaled term can be nearer than the first bound).
+_PART_OF_SMALLEST = 0.2
+_ROUNDINGS_OF_LARGEST = 2.0
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -74,11 +76,14 @@ class Probe:
 def stream_tensors(values: Any) -> Tensors:
     """The leading tensors of a call's arguments or result that have the residual stream's shape.
 
-    At most two: the first float tensor, and the next if it has the same shape.
+    At most two: the first float tensor, and the next if it has the same shape. None at all where
+    the values are neither a tensor nor a tuple or list with one.
     """
     if isinstance(values, torch.Tensor):
         return (values,)
     found: list[torch.Tensor] = []
+    if not isinstance(values, tuple | list):
+        return ()
     for value in values:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
@@ -98,18 +103,23 @@ def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
 
 
 def observe(anatomy: Anatomy, run_forward: Callable[[], object]) -> Probe:
-    """Run one forward pass with random embedding and attention outputs, and record it."""
+    """Run one forward pass with random embedding and sublayer outputs, and record it."""
     probe = Probe()
     handles = []
+    seeds = itertools.count()  # no two alike, and the same on every rank
+
+    def replace(_module: nn.Module, _args: object, output: Any) -> Any:
+        return _noise(output, next(seeds))
+
     kinds = [("norm", norm) for norm in anatomy.norms]
     for parts in filter(None, anatomy.layers):
         kinds += [("layer", parts.layer), ("attention", parts.attention), ("mlp", parts.mlp)]
         kinds += [("norm", norm) for _, norm in parts.norms]
     if anatomy.embed is not None:
-        handles.append(anatomy.embed.register_forward_hook(lambda _m, _a, out: _noise(out)))
+        handles.append(anatomy.embed.register_forward_hook(replace))
     for kind, module in kinds:
-        if kind == "attention":
-            handles.append(module.register_forward_hook(lambda _m, _a, out: _noise(out)))
+        if kind in ("attention", "mlp"):
+            handles.append(module.register_forward_hook(replace))
         handles.append(
             module.register_forward_pre_hook(
                 lambda m, args, kwargs: probe.entered.__setitem__(
@@ -137,11 +147,13 @@ def _copies(tensors: Tensors) -> Tensors:
     return tuple(tensor.detach().clone() for tensor in tensors)
 
 
-def _noise(output: Any) -> Any:
-    """`output` with its first tensor replaced by standard normal numbers, the same on every rank."""
+def _noise(output: Any, seed: int) -> Any:
+    """`output` with its first tensor replaced by standard normal numbers."""
+    if isinstance(output, tuple | list) and output:
+        return (_noise(output[0], seed), *output[1:])
     if not isinstance(output, torch.Tensor):
-        return (_noise(output[0]), *output[1:])
-    generator = torch.Generator().manual_seed(output.shape[0])
+        return output
+    generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(output.shape, generator=generator, dtype=torch.float32)
     return noise.to(output.dtype).to(output.device)
 
@@ -153,15 +165,28 @@ def solve(anatomy: Anatomy, probe: Probe) -> tuple[tuple[LayerContract | None, .
         for index, parts in enumerate(anatomy.layers)
     )
     outside = {id(norm) for norm in anatomy.norms}
-    after = [call for call in probe.calls if id(call.module) in outside]
+    last_layer = max((at for at, call in enumerate(probe.calls) if call.kind == "layer"), default=0)
+    # A norm before the layers belongs to the embedding.
+    after = [call for call in probe.calls[last_layer:] if id(call.module) in outside]
     final = Source(after[-1].module, "output", 1) if after else None
     return contracts, final
 
 
 @dataclass(frozen=True, eq=False)
 class _Reading:
+    """What a source held during the probe: `value` is [rows, width] in float32."""
+
     source: Source
     value: torch.Tensor
+    rounding: float  # relative, of the coarsest dtype that was read
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """How well terms add up to a sum: `error` is relative to the smallest term."""
+
+    error: float
+    holds: bool
 
 
 def _solve_layer(index: int, parts: LayerParts, probe: Probe) -> LayerContract:
@@ -173,33 +198,27 @@ def _solve_layer(index: int, parts: LayerParts, probe: Probe) -> LayerContract:
     between = [call for call in probe.calls[start:end] if id(call.module) in norms]
     stop = probe.calls.index(layer)
     after = [call for call in probe.calls[end:stop] if id(call.module) in norms]
-    solutions: list[tuple[float, LayerContract]] = []
+    solutions: list[tuple[_Fit, LayerContract]] = []
     for terms in range(1, len(layer.outputs) + 1):
         pre = _reading(layer, "input", min(terms, len(layer.inputs)))
         post = _reading(layer, "output", terms)
         for attn, out in itertools.product(_outputs(attention, between), _outputs(mlp, after)):
             for mid in _mids(mlp, between):
-                error = max(
-                    _error(pre.value + attn.value, mid.value, attn.value),
-                    _error(mid.value + out.value, post.value, out.value),
-                )
-                solutions.append((error, _contract(pre, attn, mid, out, post)))
-            error = _error(
-                pre.value + attn.value + out.value, post.value, attn.value, out.value
-            )
-            solutions.append((error, _contract(pre, attn, None, out, post)))
-    holding = sorted((pair for pair in solutions if pair[0] < _HOLDS_BELOW), key=lambda p: p[0])
+                fits = _fit(mid, pre, attn), _fit(post, mid, out)
+                fit = _Fit(max(f.error for f in fits), all(f.holds for f in fits))
+                solutions.append((fit, _contract(pre, attn, mid, out, post)))
+            parallel = _fit(post, pre, attn, out)
+            solutions.append((parallel, _contract(pre, attn, None, out, post)))
+    solutions.sort(key=lambda solution: solution[0].error)
+    holding = [contract for fit, contract in solutions if fit.holds]
     if holding:
         return _unique(index, parts, holding)
-    return _residual_only(index, parts, layer, min(error for error, _ in solutions))
+    return _residual_only(index, parts, layer, solutions[0][0].error)
 
 
-def _unique(
-    index: int, parts: LayerParts, holding: Sequence[tuple[float, LayerContract]]
-) -> LayerContract:
+def _unique(index: int, parts: LayerParts, holding: Sequence[LayerContract]) -> LayerContract:
     """The one reading that holds; a serial one also holds as a sum of both, so it comes first."""
-    serial = [contract for _, contract in holding if contract.resid_mid is not None]
-    found = serial or [contract for _, contract in holding]
+    found = [contract for contract in holding if contract.resid_mid is not None] or holding
     streams = {contract.resid_post.terms for contract in found}
     if len(streams) > 1:
         raise SiteError(
@@ -209,9 +228,7 @@ def _unique(
     return found[0]
 
 
-def _residual_only(
-    index: int, parts: LayerParts, layer: Call, best_error: float
-) -> LayerContract:
+def _residual_only(index: int, parts: LayerParts, layer: Call, best_error: float) -> LayerContract:
     """A layer whose sublayers don't add up: with one output tensor the stream is still known."""
     name = type(parts.layer).__name__
     why = (
@@ -243,13 +260,21 @@ def _the_call(probe: Probe, module: nn.Module, index: int) -> Call:
             f"layer {index}: its {type(module).__name__} ran {len(calls)} times in one forward "
             "pass, so its rows can't be told apart"
         )
-    return calls[0]
+    call = calls[0]
+    if not call.outputs or (call.kind == "layer" and not call.inputs):
+        raise SiteError(
+            f"layer {index}: no tensor goes in and out of its {type(module).__name__} as such or "
+            "in a tuple, so the residual stream can't be read there"
+        )
+    return call
 
 
 def _reading(call: Call, at: str, terms: int) -> _Reading:
     tensors = (call.inputs if at == "input" else call.outputs)[:terms]
     total = sum((tensor.float() for tensor in tensors[1:]), tensors[0].float())
-    return _Reading(Source(call.module, at, len(tensors)), total.reshape(-1, total.shape[-1]))
+    rounding = max(torch.finfo(tensor.dtype).eps for tensor in tensors)
+    source = Source(call.module, at, len(tensors))
+    return _Reading(source, total.reshape(-1, total.shape[-1]), rounding)
 
 
 def _outputs(sublayer: Call, norms: Sequence[Call]) -> Iterator[_Reading]:
@@ -269,9 +294,18 @@ def _mids(mlp: Call, norms: Sequence[Call]) -> Iterator[_Reading]:
         yield _reading(mlp, "input", 1)
 
 
-def _error(left: torch.Tensor, right: torch.Tensor, *terms: torch.Tensor) -> float:
-    """Median over rows of ||left - right|| over the norm of the smallest of `terms`."""
-    if left.shape != right.shape:
-        return float("inf")
-    smallest = torch.stack([term.norm(dim=-1) for term in terms]).amin(dim=0)
-    return float(((left - right).norm(dim=-1) / smallest.clamp_min(1e-30)).median())
+def _fit(total: _Reading, *terms: _Reading) -> _Fit:
+    """How well `terms` add up to `total`, by the median over rows."""
+    readings = (total, *terms)
+    if len({reading.value.shape for reading in readings}) > 1:
+        return _Fit(float("inf"), False)
+    error = (sum(term.value for term in terms) - total.value).norm(dim=-1)
+    norms = torch.stack([reading.value.norm(dim=-1) for reading in readings])
+    relative = error / norms[1:].amin(dim=0).clamp_min(1e-30)
+    roundings = error / norms.amax(dim=0).clamp_min(1e-30)
+    rounding = max(reading.rounding for reading in readings)
+    return _Fit(
+        float(relative.median()),
+        float(relative.median()) < _PART_OF_SMALLEST
+        and float(roundings.median()) < _ROUNDINGS_OF_LARGEST * rounding,
+    )

@@ -19,9 +19,15 @@ from tapcheck.anatomy import Anatomy, find_anatomy
 from tapcheck.capture import Capture
 from tapcheck.compatibility.environment import collect_environment
 from tapcheck.contract import LayerContract, Source, Tensors, observe, solve
-from tapcheck.errors import EngineError, ModelError
+from tapcheck.errors import CaptureError, EngineError, ModelError, SiteError
 from tapcheck.layout import Segment, StepLayout
-from tapcheck.models import layer_count, load_config, require_dtype, require_vocabulary
+from tapcheck.models import (
+    first_line,
+    layer_count,
+    load_config,
+    require_dtype,
+    require_vocabulary,
+)
 from tapcheck.request import Request
 from tapcheck.rowstore import RowStore
 from tapcheck.runs import Plan, assemble, check_requests, finished, make_plan, prompt_to_run
@@ -52,21 +58,40 @@ class HFBackend:
         self._config = load_config(model)
         self._model_name = str(model)
         self._dtype = require_dtype(dtype)
-        self._device = torch.device(device)
+        self._device = _usable_device(device)
+        if batch_size < 1:
+            raise CaptureError(f"batch_size is {batch_size}: at least 1 request runs at a time")
         self._batch_size = batch_size
-        self._model: Any = self._load()
+        self._loaded: Any = self._load()
 
     def _load(self) -> Any:
-        from transformers import AutoModelForCausalLM
+        from safetensors import SafetensorError
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
+        auto: Any = AutoModelForCausalLM
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                self._model_name, dtype=getattr(torch, self._dtype)
+            model, loading = auto.from_pretrained(
+                self._model_name, dtype=getattr(torch, self._dtype), output_loading_info=True
             )
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+            reason = first_line(error)
             raise ModelError(f"Transformers can't load {self._model_name!r}: {reason}") from None
+        missing = sorted(loading["missing_keys"])
+        if missing:
+            raise ModelError(
+                f"model {self._model_name!r} comes without {len(missing)} of its weights, such as "
+                f"{missing[0]}: Transformers would make them up at random"
+            )
+        # The checkpoint's own (an end-of-sequence token, a repetition penalty) fills in whatever
+        # `generate` isn't told, and an explicit None doesn't stop it.
+        model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
         return model.to(self._device).eval()
+
+    @property
+    def _model(self) -> Any:
+        if self._loaded is None:
+            raise EngineError("this backend was closed: make a new one")
+        return self._loaded
 
     @property
     def num_layers(self) -> int:
@@ -97,7 +122,12 @@ class HFBackend:
         anatomy = find_anatomy(model, self.num_layers, model.get_input_embeddings())
         tokens = torch.arange(_PROBE_TOKENS, device=self._device)[None] % self.vocabulary_size
         with torch.inference_mode():
-            probe = observe(anatomy, lambda: model(input_ids=tokens, use_cache=False))
+            probe = observe(
+                anatomy,
+                lambda: model(
+                    input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
+                ),
+            )
         return anatomy, *solve(anatomy, probe)
 
     def capture(
@@ -113,23 +143,30 @@ class HFBackend:
         See `Backend.capture`. A teacher-forced request runs as one forward pass; the others run
         through `generate`, and their rows are taken while it generates.
         """
-        if self._model is None:
-            raise EngineError("this backend was closed: make a new one")
+        model = self._model
         check_requests(requests, max_new_tokens)
         require_vocabulary(self._model_name, self._config, requests)
         plan = make_plan(sites, select, self.num_layers)
+        taps = self._taps(plan)
         store = RowStore(plan.sites, plan.selectors)
         done: dict[int, Request] = {}
         steps = itertools.count()
         with torch.inference_mode():
             for indexes in self._batches(requests):
-                batch = _Batch(self._model, [requests[i] for i in indexes], indexes, store, steps)
-                taps = plan_taps(plan.sites, *self._readings)
+                batch = _Batch(model, [requests[i] for i in indexes], indexes, store, steps)
                 for index, request in zip(indexes, batch.run(taps, max_new_tokens), strict=True):
                     done[index] = request
         runs = {str(index): done[index] for index in range(len(requests))}
         lengths = {owner: run.seen_length for owner, run in runs.items()}
         return assemble(runs, plan, store.drain(lengths), self._metadata(plan, max_new_tokens))
+
+    def _taps(self, plan: Plan) -> dict[Site, Source]:
+        taps = plan_taps(plan.sites, *self._readings)
+        untapped = [str(site) for site in plan.sites if site not in taps and site != _LOGITS]
+        if untapped:
+            name = type(self._model).__name__
+            raise SiteError(f"{name} has no module whose output is {', '.join(untapped)}")
+        return taps
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
         """Indexes of requests that run together: teacher-forced and generating ones apart."""
@@ -155,7 +192,7 @@ class HFBackend:
 
     def close(self) -> None:
         """Give back the model's memory."""
-        self._model = None
+        self._loaded = None
         self.__dict__.pop("_readings", None)
         gc.collect()
         if self._device.type == "cuda":
@@ -171,6 +208,16 @@ class HFBackend:
         _traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _usable_device(name: str) -> torch.device:
+    """The device of that name; raises EngineError when torch knows or sees no such device."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+        raise EngineError(f"device {name!r} can't be used: {first_line(error)}") from None
+    return device
 
 
 class _Batch:
@@ -229,12 +276,11 @@ class _Batch:
     def _generate(self, max_new_tokens: int) -> list[list[int]]:
         from transformers import GenerationConfig
 
+        settings = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
+        )
         output = self._model.generate(
-            self._input_ids,
-            attention_mask=self._mask,
-            generation_config=GenerationConfig(
-                max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None
-            ),
+            self._input_ids, attention_mask=self._mask, generation_config=settings
         )
         tokens: list[list[int]] = output[:, self._input_ids.shape[1] :].tolist()
         return tokens
@@ -255,7 +301,8 @@ class _Batch:
         layout = StepLayout(next(self._steps), tuple(segments), columns * len(self._requests))
         self._columns_done += columns
         self._store.begin_step(layout, self._model.device)
-        if "logits_to_keep" in kwargs:  # generate asks for the last position's logits only
+        if _LOGITS in self._store.sites and "logits_to_keep" in kwargs:
+            # `generate` asks for the last position's logits only.
             kwargs["logits_to_keep"] = 0
         return args, kwargs
 

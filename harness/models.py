@@ -25,11 +25,16 @@ def load_config(model: str | Path) -> Any:
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise ModelError(
             f"model {name!r} is neither a folder here nor a model id that Transformers can load: "
-            f"{reason}"
+            f"{first_line(error)}"
         ) from None
+
+
+def first_line(error: Exception) -> str:
+    """An error's message, cut to one line; its class where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def layer_count(config: Any) -> int:
@@ -56,7 +61,7 @@ def encode(model: str | Path, text: str) -> list[int]:
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(
             f"model {str(model)!r} has no tokenizer that can be loaded, so text can't be encoded: "
-            f"give token ids instead ({str(error).strip().splitlines()[0]})"
+            f"give token ids instead ({first_line(error)})"
         ) from None
     ids: list[int] = tokenizer(text)["input_ids"]
     return ids
@@ -66,8 +71,10 @@ def as_requests(model: str | Path, prompts: Iterable[Any]) -> list[Request]:
     """Requests named "0", "1", ... from prompts.
 
     A prompt is text, or token ids in a list, an array or a tensor of shape [tokens] on any device;
-    a Request passes through.
+    a Request passes through. Raises ModelError for what is neither.
     """
+    if isinstance(prompts, str):
+        raise ModelError(f"prompts come in a list: write [{prompts!r}] for this one alone")
     requests = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, Request):
@@ -79,17 +86,26 @@ def as_requests(model: str | Path, prompts: Iterable[Any]) -> list[Request]:
 
 
 def _token_ids(prompt: Any) -> list[int]:
-    values = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    if any(isinstance(value, list) for value in values):
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(values, Iterable):
+        raise ModelError(
+            f"{prompt!r} is no prompt: prompts come in a list, and each is text or a list of token "
+            "ids"
+        )
+    ids = [value.tolist() if hasattr(value, "tolist") else value for value in values]
+    if any(isinstance(value, list) for value in ids):
         raise ModelError(
             "a prompt's token ids must have shape [tokens]; for several prompts give several, "
             "not one array of [prompts, tokens]"
         )
-    return [int(value) for value in values]
+    wrong = [value for value in ids if isinstance(value, bool) or not isinstance(value, int)]
+    if wrong:
+        raise ModelError(f"a prompt's token ids are integers; {wrong[0]!r} is not one")
+    return ids
 
 
 def require_vocabulary(model: str | Path, config: Any, requests: Iterable[Request]) -> None:
-    """Raise ModelError for a token id outside the model's vocabulary, naming request and position."""
+    """Raise ModelError, naming request and position, for a token id outside the vocabulary."""
     size = int(config.get_text_config().vocab_size)
     for request in requests:
         for position, token in enumerate(request.token_ids):

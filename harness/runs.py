@@ -1,4 +1,4 @@
-"""From what a run asked for and what its workers delivered to a capture, every row accounted for."""
+"""From what a run asked for and what its workers delivered to a capture, row by row."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tapcheck.request import Request
 from tapcheck.selectors import Selector, format_selector, parse_selectors, resolve
 from tapcheck.sites import Site, parse_sites
 from tapcheck.transport import RowBatch
+
+_STRIDE = 1 << 40  # more positions than any request has
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,7 @@ class Plan:
         return [format_selector(selector) for selector in self.selectors]
 
 
-def make_plan(
-    sites: Iterable[str | Site], select: Iterable[int | str], num_layers: int
-) -> Plan:
+def make_plan(sites: Iterable[str | Site], select: Iterable[int | str], num_layers: int) -> Plan:
     """Check sites and selectors before anything runs; raises SiteError or SelectorError."""
     return Plan(parse_sites(sites, num_layers), parse_selectors(select))
 
@@ -74,8 +74,14 @@ def check_requests(requests: Sequence[Request], max_new_tokens: int) -> None:
         raise CaptureError(f"max_new_tokens is {max_new_tokens}: an engine generates at least 1")
     seen: set[str] = set()
     for request in requests:
+        if not isinstance(request, Request):
+            raise CaptureError(
+                f"{request!r} is no Request: tapcheck.models.as_requests makes them of prompts"
+            )
         if request.id in seen:
-            raise CaptureError(f"request id {request.id!r} stands for two requests: ids must differ")
+            raise CaptureError(
+                f"request id {request.id!r} stands for two requests: ids must differ"
+            )
         seen.add(request.id)
 
 
@@ -87,8 +93,8 @@ def assemble(
 ) -> Capture:
     """The capture of finished requests, by owner key, from their drained rows.
 
-    Raises CaptureError when a selected row is missing, naming site, request and position:
-    a capture with a gap is never returned.
+    Raises CaptureError when a selected row is missing or was delivered twice, naming request and
+    position: a capture with a gap is never returned.
     """
     requests = tuple(runs.values())
     due_request, due_position = _due(requests, plan.selectors)
@@ -101,6 +107,13 @@ def assemble(
     renumber = np.array([number[owner] for owner in batch.request], np.int64)
     columns = replace(batch.columns, request=renumber[batch.columns.request])
     have = _codes(columns.request, columns.position)
+    distinct, counts = np.unique(have, return_counts=True)
+    if len(distinct) < len(have):
+        owner, position = divmod(int(distinct[counts > 1][0]), _STRIDE)
+        raise CaptureError(
+            f"request {requests[owner].id!r}, position {position} was delivered "
+            f"{int(counts.max())} times: its rows can't be told apart. Nothing was returned"
+        )
     due = _codes(due_request, due_position)
     missing = np.flatnonzero(~np.isin(due, have))
     if len(missing):
@@ -117,9 +130,7 @@ def assemble(
     return Capture(requests, rows, metadata)
 
 
-def _due(
-    requests: Sequence[Request], selectors: Sequence[Selector]
-) -> tuple[IntArray, IntArray]:
+def _due(requests: Sequence[Request], selectors: Sequence[Selector]) -> tuple[IntArray, IntArray]:
     positions = [np.array(resolve(selectors, request), np.int64) for request in requests]
     counts = [len(position) for position in positions]
     return np.repeat(np.arange(len(requests)), counts), np.concatenate(positions)
@@ -127,7 +138,7 @@ def _due(
 
 def _codes(request: IntArray, position: IntArray) -> IntArray:
     """One number for each (request, position), so that sets of rows can be compared."""
-    return (request.astype(np.int64) << 40) | position
+    return request * _STRIDE + position
 
 
 def _missing_message(

@@ -61,6 +61,11 @@ def engine_arguments(
             "speculative_decoding": arguments.get("speculative_config") is not None,
         }
     )
+    if int(arguments.get("pipeline_parallel_size", 1)) > 1:
+        raise EngineError(
+            "pipeline parallel engines can't be tapped in hook mode yet: their stages' rows are "
+            "not merged. Start the engine with pipeline_parallel_size=1"
+        )
     return arguments
 
 

@@ -12,7 +12,7 @@ from tapcheck.checks.tolerances import ToleranceError, check_rtol, coarser, defa
 def test_a_coarser_dtype_has_a_larger_tolerance() -> None:
     limits = [default_rtol(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     assert limits == sorted(limits)
-    assert limits[0] == 1e-5
+    assert limits[0] == 5e-5
 
 
 def test_a_dtype_that_was_never_measured_has_no_fixed_tolerance() -> None:

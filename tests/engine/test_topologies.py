@@ -1,0 +1,112 @@
+"""The engine core in a subprocess, and engines that somebody else started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapcheck.capture import Capture
+from tapcheck.checks import assert_captures_match
+from tapcheck.errors import EngineError
+from tapcheck.fixtures.pool import EnginePool
+from tapcheck.request import Request
+from tapcheck.sites import all_sites
+from tapcheck.vllm.backend import VLLMBackend
+from tapcheck.vllm.engine import engine_environment, release_engine_memory
+
+pytestmark = pytest.mark.engine
+
+
+def test_a_capture_from_a_subprocess_equals_transformers_in_every_dtype_and_order(
+    engine_pool: EnginePool,
+    hf_capture: Callable[..., Capture],
+    llama: Path,
+    requests: list[Request],
+) -> None:
+    engine = engine_pool.acquire(llama, in_process=False)
+    actual = engine.capture(requests, all_sites(4), max_new_tokens=6)
+    assert actual.metadata["engine"]["topology"] == "subprocess"
+    assert_captures_match(actual, hf_capture(llama, actual.requests), rtol=1e-5)
+    keys = [(row.request_id, row.position, row.site) for row in actual]
+    order = {request.id: index for index, request in enumerate(actual.requests)}
+    assert keys == sorted(keys, key=lambda key: (order[key[0]], key[1], key[2]))
+    times = actual["resid_post.0"].columns
+    assert (times.monotonic_ns > 0).all()
+    assert (times.unix_ns > 1_700_000_000 * 10**9).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_dtype_that_the_engine_runs_is_the_dtype_captured(
+    engine_pool: EnginePool, llama: Path, dtype: str
+) -> None:
+    engine = engine_pool.acquire(llama, dtype=dtype)
+    capture = engine.capture([Request("r", (5, 9, 200))], ["resid_post.1", "mlp_out.2"])
+    for site in capture.sites:
+        assert str(capture[site].values.dtype) == f"torch.{dtype}"
+    assert capture.metadata["engine"]["engine_dtype"] == dtype
+
+
+@pytest.fixture
+def start_llm(engine_pool: EnginePool, llama: Path) -> Iterator[Callable[..., Any]]:
+    """A function that starts a plain `vllm.LLM` in this process, as a team's own code would."""
+    engine_pool.close()
+    started: list[Any] = []
+
+    def start(**arguments: Any) -> Any:
+        from vllm import LLM
+
+        with engine_environment(in_process=True):
+            llm = LLM(str(llama), dtype="float32", skip_tokenizer_init=True, **arguments)
+        started.append(llm)
+        return llm
+
+    yield start
+    for llm in started:
+        llm.llm_engine.engine_core.shutdown()
+    started.clear()
+    release_engine_memory()
+
+
+def test_an_engine_started_with_the_worker_extension_can_be_attached_to(
+    start_llm: Callable[..., Any], hf_capture: Callable[..., Capture], llama: Path
+) -> None:
+    llm = start_llm(
+        enforce_eager=True,
+        worker_extension_cls="tapcheck.vllm.worker.TapcheckWorkerExtension",
+    )
+    backend = VLLMBackend.attach(llm)
+    actual = backend.capture([Request("r", (5, 9, 200))], ["resid_post.3"], max_new_tokens=3)
+    assert_captures_match(actual, hf_capture(llama, actual.requests, sites=["resid_post.3"]))
+    backend.close()
+    assert llm.generate([{"prompt_token_ids": [1]}], use_tqdm=False)
+
+
+def test_the_general_plugin_makes_an_engine_attachable_only_when_asked_to(
+    monkeypatch: pytest.MonkeyPatch, start_llm: Callable[..., Any]
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from tapcheck.vllm.plugin import register
+
+    untouched = EngineArgs.create_engine_config
+    monkeypatch.setattr(EngineArgs, "create_engine_config", untouched)
+    register()
+    assert EngineArgs.create_engine_config is untouched
+    monkeypatch.setenv("TAPCHECK_ATTACH", "1")
+    llm = start_llm(enforce_eager=True)
+    backend = VLLMBackend.attach(llm)
+    assert len(backend.capture([Request("r", (5, 9))], ["embed"], max_new_tokens=2)) == 3
+
+
+def test_an_engine_that_was_compiled_is_refused_on_attach(start_llm: Callable[..., Any]) -> None:
+    llm = start_llm(
+        enforce_eager=False,
+        compilation_config={"mode": 0, "cudagraph_mode": "NONE"},
+        worker_extension_cls="tapcheck.vllm.worker.TapcheckWorkerExtension",
+    )
+    backend = VLLMBackend.attach(llm)
+    with pytest.raises(EngineError, match="without enforce_eager=True"):
+        backend.capture([Request("r", (5, 9))], ["embed"])
