@@ -1,15 +1,13 @@
 """Fixed tolerances on the relative error of a row, one for each dtype.
 
-They are measured, not derived: vLLM against Transformers on a trained 30-layer model of 135M
-parameters (SmolLM2-135M-Instruct), the worst row.
+They are measured, not derived: vLLM 0.32.0's CPU build against Transformers on a trained 30-layer
+model (SmolLM2-135M-Instruct), every point of every layer, 28 prompt and 24 generated tokens, the
+worst row; each tolerance leaves a factor of about 2. In brackets, how far Transformers itself was
+from its own run in a wider dtype: what the dtype costs whoever computes.
 
-- float32, 28 prompt and 24 generated tokens: 1.9e-5 was the worst row of any point (`mlp_out.10` at position 0, where the massive
-  activation of later layers builds up; there Transformers' own float32 run is 7.5e-6 from its
-  float64 run). 5e-5 leaves a factor of 2.5. Tiny random models stay below 1e-5.
-- bfloat16, 35 tokens, residual stream: vLLM was 4e-2 from Transformers, and Transformers itself 6e-2 from its own float32
-  run; two runs that far from the truth are up to sqrt(2) x 6e-2 apart, hence 8e-2. That is
-  coarse: a 2 % scale passes it.
-- float16: rounds 8 times finer than bfloat16, hence an eighth of its tolerance.
+- float32: 1.9e-5 (7.5e-6 from float64), hence 5e-5. Tiny random models stay below 1e-5.
+- float16: 6.4e-3 (1.1e-2 from float32), hence 1.5e-2.
+- bfloat16: 1.05e-1 (1.6e-1 from float32), hence 2e-1: so coarse that a 2 % scale passes.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import torch
 
 from tapcheck.errors import TapcheckError
 
-RTOL = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+RTOL = {torch.float32: 5e-5, torch.float16: 1.5e-2, torch.bfloat16: 2e-1}
 
 
 class ToleranceError(TapcheckError, ValueError):

@@ -263,6 +263,7 @@ def _footer(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode_check(check: CheckResult) -> dict[str, Any]:
+    """A check as JSON, with its derived status; `decode_check` is the inverse."""
     return {
         "name": check.name,
         "status": status(check),
@@ -286,6 +287,7 @@ def encode_check(check: CheckResult) -> dict[str, Any]:
 
 
 def decode_check(document: Mapping[str, Any]) -> CheckResult:
+    """A check from its JSON; the status in it is left for the caller to compare."""
     return CheckResult(
         name=document["name"],
         outcome=document["outcome"],

@@ -187,8 +187,12 @@ class HFBackend:
                 "architecture": type(self._model).__name__,
                 "attention_implementation": str(self._model.config._attn_implementation),
             },
-            "environment": asdict(collect_environment(self._device.type)),
+            "environment": self._environment,
         }
+
+    @functools.cached_property
+    def _environment(self) -> dict[str, Any]:
+        return asdict(collect_environment(self._device.type))
 
     def close(self) -> None:
         """Give back the model's memory."""

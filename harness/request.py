@@ -23,7 +23,7 @@ class Request:
         object.__setattr__(self, "prompt_token_ids", tuple(map(int, self.prompt_token_ids)))
         object.__setattr__(self, "generated_token_ids", tuple(map(int, self.generated_token_ids)))
         if not self.prompt_token_ids:
-            raise CaptureError(f"request {self.id!r} has an empty prompt: it needs at least one token")
+            raise CaptureError(f"request {self.id!r} has an empty prompt: give at least one token")
 
     @property
     def prompt_length(self) -> int:

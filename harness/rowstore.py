@@ -133,7 +133,7 @@ class RowStore:
                 "fire, so the module was bypassed (a compiled or fused path?)"
             )
         if any(rows.is_pinned() for rows in list(chunk.values.values())[:1]):
-            chunk.copied = torch.cuda.Event()
+            chunk.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             chunk.copied.record()
 
     def drain(self, seen_lengths: Mapping[str, int]) -> RowBatch:
@@ -216,4 +216,5 @@ def _last_of_each(columns: Columns, seen_lengths: IntArray) -> IntArray:
     request, position = columns.request[order], columns.position[order]
     is_last = np.ones(len(order), dtype=bool)
     is_last[:-1] = (np.diff(request) != 0) | (np.diff(position) != 0)
-    return order[is_last & (position < seen_lengths[request])]
+    kept: IntArray = order[is_last & (position < seen_lengths[request])]
+    return kept

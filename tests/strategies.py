@@ -12,7 +12,6 @@ from tapcheck.selectors import Selector
 from tapcheck.sites import Site, all_sites
 from tapcheck.transport import RowBatch
 
-
 token_ids = st.integers(0, 200_000)
 request_ids = st.text(min_size=1, max_size=6)
 dtypes = st.sampled_from(list(VALUE_DTYPES.values()))

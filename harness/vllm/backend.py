@@ -12,15 +12,6 @@ from tapcheck.capture import Capture
 from tapcheck.errors import EngineError
 from tapcheck.models import layer_count, load_config, require_vocabulary
 from tapcheck.request import Request
-from tapcheck.sites import Site
-from tapcheck.transport import RowBatch, merge, unpack
-from tapcheck.vllm.engine import (
-    capture_metadata,
-    engine_arguments,
-    engine_environment,
-    release_engine_memory,
-)
-from tapcheck.vllm.protocol import decode
 from tapcheck.runs import (
     Plan,
     assemble,
@@ -31,6 +22,15 @@ from tapcheck.runs import (
     prompt_to_run,
     tokens_to_generate,
 )
+from tapcheck.sites import Site
+from tapcheck.transport import RowBatch, merge, unpack
+from tapcheck.vllm.engine import (
+    capture_metadata,
+    engine_arguments,
+    engine_environment,
+    release_engine_memory,
+)
+from tapcheck.vllm.protocol import decode
 from tapcheck.vllm.sampling import greedy
 
 
@@ -60,7 +60,8 @@ class VLLMBackend:
             with engine_environment(in_process):
                 llm = LLM(**arguments)
         except (ValueError, TypeError) as error:
-            raise EngineError(f"vLLM refused to start {str(model)!r}: {_first_line(error)}") from error
+            reason = _first_line(error)
+            raise EngineError(f"vLLM refused to start {str(model)!r}: {reason}") from error
         self._use(llm, str(model), dtype, in_process)
 
     @classmethod
@@ -188,11 +189,12 @@ class VLLMBackend:
 
 def read_batches(replies: Sequence[RowBatch | bytes | str]) -> RowBatch:
     """The rows of one drain from every worker's reply; raises what a worker replied instead."""
-    batches = []
+    batches: list[RowBatch] = []
     for reply in replies:
         if isinstance(reply, str):
-            decode(reply)
-        batches.append(unpack(reply) if isinstance(reply, bytes) else reply)
+            decode(reply)  # always an error: rows are never text
+        else:
+            batches.append(unpack(reply) if isinstance(reply, bytes) else reply)
     return merge(batches)
 
 

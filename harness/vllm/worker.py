@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -25,7 +25,6 @@ from tapcheck.transport import RowBatch, pack
 from tapcheck.vllm.adapters import RunnerAdapter, adapter_for, find_embedding, live_settings
 from tapcheck.vllm.protocol import encode_error, encode_result
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _LOGITS = Site("logits")
@@ -113,15 +112,13 @@ class WorkerTaps:
         store.end_step()
 
 
-def _answers(
-    method: Callable[Concatenate[Any, P], R],
-) -> Callable[Concatenate[Any, P], R | str]:
+def _answers(method: Callable[..., R]) -> Callable[..., R | str]:
     """Turn an exception into a reply: raised through vLLM it would lose its class and message."""
 
     @functools.wraps(method)
-    def answer(self: Any, *args: P.args, **kwargs: P.kwargs) -> R | str:
+    def answer(worker: Any, *arguments: str) -> R | str:
         try:
-            return method(self, *args, **kwargs)
+            return method(worker, *arguments)
         except Exception as error:
             return encode_error(error)
 
@@ -130,6 +127,8 @@ def _answers(
 
 class TapcheckWorkerExtension:
     """Mixed into vLLM's worker by `worker_extension_cls`; called through `collective_rpc`."""
+
+    tapcheck_taps: WorkerTaps
 
     @_answers
     def tapcheck_describe(self) -> str:

@@ -68,7 +68,10 @@ def test_sixteen_concurrent_requests_lose_no_row_in_ten_runs(
 
 
 def test_captures_in_flight_together_each_get_their_own_rows(
-    loop: asyncio.AbstractEventLoop, backend: AsyncVLLMBackend, hf_capture: Callable[..., Capture], llama: Path
+    loop: asyncio.AbstractEventLoop,
+    backend: AsyncVLLMBackend,
+    hf_capture: Callable[..., Capture],
+    llama: Path,
 ) -> None:
     async def all_at_once() -> list[Capture]:
         calls = (
@@ -123,9 +126,7 @@ def test_a_cancelled_capture_leaves_no_rows_and_the_next_works(
     loop: asyncio.AbstractEventLoop, backend: AsyncVLLMBackend
 ) -> None:
     async def give_up() -> str:
-        task = asyncio.ensure_future(
-            backend.capture(SIXTEEN, LAYERS, ["all"], max_new_tokens=512)
-        )
+        task = asyncio.ensure_future(backend.capture(SIXTEEN, LAYERS, ["all"], max_new_tokens=512))
         await backend.capture(SIXTEEN[:1], LAYERS, ["all"], max_new_tokens=2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -136,7 +137,9 @@ def test_a_cancelled_capture_leaves_no_rows_and_the_next_works(
         return reply
 
     assert loop.run_until_complete(give_up()) == '{"ok": 0}'
-    assert len(loop.run_until_complete(backend.capture(SIXTEEN[:2], LAYERS))) == (3 + 15 + 4 + 15) * 4
+    assert (
+        len(loop.run_until_complete(backend.capture(SIXTEEN[:2], LAYERS))) == (3 + 15 + 4 + 15) * 4
+    )
 
 
 def test_an_error_at_request_end_is_the_callers_and_leaves_the_engine_usable(
@@ -146,4 +149,7 @@ def test_an_error_at_request_end_is_the_callers_and_leaves_the_engine_usable(
         loop.run_until_complete(backend.capture(SIXTEEN[:1], LAYERS, [400], max_new_tokens=2))
     with pytest.raises(CaptureError, match="no request was given"):
         loop.run_until_complete(backend.capture([], LAYERS))
-    assert len(loop.run_until_complete(backend.capture(SIXTEEN[:1], LAYERS, max_new_tokens=2))) == 4 * 4
+    assert (
+        len(loop.run_until_complete(backend.capture(SIXTEEN[:1], LAYERS, max_new_tokens=2)))
+        == 4 * 4
+    )

@@ -7,14 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
 import torch
 
 from tapcheck.checks import assert_captures_match
-from tapcheck.fixtures.guard import descendants
+from tapcheck.errors import EngineError
+from tapcheck.fixtures.guard import descendants, start_guard
 from tapcheck.fixtures.pool import EnginePool
 
 FOREVER = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -23,7 +24,7 @@ FOREVER = [sys.executable, "-c", "import signal; signal.pause()"]
 class FakeBackend:
     """Stands for VLLMBackend: starts a process where a real one would."""
 
-    live: list[FakeBackend]
+    live: ClassVar[list[FakeBackend]]
     closes_its_process = True
     fails = False
 
@@ -44,7 +45,7 @@ class FakeBackend:
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> type[FakeBackend]:
     class Backend(FakeBackend):
-        live = []
+        live: ClassVar[list[FakeBackend]] = []
 
     monkeypatch.setattr("tapcheck.vllm.backend.VLLMBackend", Backend)
     monkeypatch.setattr("tapcheck.fixtures.pool._GRACE_SECONDS", 0.1)
@@ -142,9 +143,7 @@ def test_an_engine_that_is_interrupted_while_it_starts_leaves_nothing(
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_processes_of_others_are_left_alone(
-    pool: EnginePool, backends: type[FakeBackend]
-) -> None:
+def test_processes_of_others_are_left_alone(pool: EnginePool, backends: type[FakeBackend]) -> None:
     earlier = subprocess.Popen(FOREVER)
     pool.acquire("m", in_process=False)
     later = subprocess.Popen(FOREVER)
@@ -158,19 +157,34 @@ def test_processes_of_others_are_left_alone(
             process.wait()
 
 
-def test_a_guard_ends_the_engine_of_a_process_that_dies(run_python: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("moment", ["while its engine starts", "when its engine is up"])
+def test_a_guard_ends_the_engine_of_a_process_that_dies(
+    run_python: Callable[[str], str], moment: str
+) -> None:
     # Dies without a chance to clean up, as when a time limit fires.
     script = f"""
 import os, subprocess
-import tapcheck.vllm.backend
+import tapcheck.fixtures.pool, tapcheck.vllm.backend
 from tapcheck.fixtures.pool import EnginePool
 
 class Backend:
     def __init__(self, model, **arguments):
-        self.process = subprocess.Popen({FOREVER!r}, stdout=subprocess.DEVNULL)
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen({FOREVER!r}, stdout=quiet, stderr=quiet)
+        print(self.process.pid, flush=True)
+        if {moment!r} == "while its engine starts":
+            wait_for_a_look_by_the_guard()
+            os._exit(0)
+
+def wait_for_a_look_by_the_guard():
+    import psutil
+    [guard] = [p for p in psutil.Process().children() if "tapcheck.fixtures.guard" in p.cmdline()]
+    looks = guard.num_ctx_switches().voluntary
+    while guard.num_ctx_switches().voluntary < looks + 2:
+        pass
 
 tapcheck.vllm.backend.VLLMBackend = Backend
-print(EnginePool().acquire("m", in_process=False).process.pid, flush=True)
+EnginePool().acquire("m", in_process=False)
 os._exit(0)
 """
     pid = int(run_python(script))
@@ -179,8 +193,14 @@ os._exit(0)
     assert alive == []
 
 
+def test_a_guard_that_cannot_start_is_an_error_that_says_why() -> None:
+    with pytest.raises(EngineError, match=r"guards the engine did not start: (?s:.)*NoSuchProcess"):
+        start_guard(2**30, [])
+
+
 def live_bytes() -> int:
     """Bytes of every tensor that this process still holds, each storage once."""
+    gc.unfreeze()  # vLLM hides what a live engine has from the collector
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
     storages = [t.untyped_storage() for t in tensors if t.layout == torch.strided]

@@ -93,7 +93,7 @@ def test_the_order_of_requests_in_a_capture_does_not_matter() -> None:
     assert compare_captures(HEALTHY.select(requests=["c", "a", "b"]), HEALTHY).passed
 
 
-@pytest.mark.parametrize(("relative", "passed"), [(4e-6, True), (2e-5, False)])
+@pytest.mark.parametrize(("relative", "passed"), [(4e-6, True), (1e-4, False)])
 def test_the_fixed_tolerance_of_the_dtype_is_used(relative: float, passed: bool) -> None:
     assert compare_captures(perturbed(HEALTHY, relative), HEALTHY).passed == passed
 
@@ -103,7 +103,7 @@ def test_the_coarser_dtype_gives_the_tolerance() -> None:
     for actual, expected in ((narrowed, HEALTHY), (HEALTHY, narrowed)):
         comparison = compare_captures(actual, expected)
         assert comparison.passed
-        assert {site.rtol for site in comparison.sites} == {8e-2}
+        assert {site.rtol for site in comparison.sites} == {2e-1}
     assert not compare_captures(narrowed, HEALTHY, rtol=1e-5).passed
 
 

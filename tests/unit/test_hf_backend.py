@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapcheck.backend import Backend
@@ -22,6 +22,8 @@ from tapcheck.hf import HFBackend
 from tapcheck.models import as_requests
 from tapcheck.request import Request
 from tapcheck.sites import all_sites
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Zoo = Callable[[str], Path]
 
@@ -40,7 +42,7 @@ def llama(model_zoo: Zoo) -> Iterator[HFBackend]:
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def backend(request: pytest.FixtureRequest, model_zoo: Zoo) -> Iterator[HFBackend]:
-    """One model with rotary positions and one with absolute ones."""
+    """A model with rotary positions, and one with absolute ones."""
     with HFBackend(model_zoo(request.param)) as made:
         yield made
 
@@ -135,6 +137,7 @@ def test_requests_come_back_in_the_order_given_whatever_the_batches(model_zoo: Z
     assert_same_rows(captured, expected, list("01234"))
 
 
+@settings(max_examples=20)
 @given(st.lists(st.lists(st.integers(0, 511), min_size=1, max_size=9), min_size=1, max_size=4))
 def test_rows_don_t_depend_on_who_else_is_in_the_batch(
     llama: HFBackend, prompts: list[list[int]]
