@@ -111,13 +111,13 @@ def observe(anatomy: Anatomy, run_forward: Callable[[], object]) -> Probe:
     def replace(_module: nn.Module, _args: object, output: Any) -> Any:
         return _noise(output, next(seeds))
 
-    kinds = [("norm", norm) for norm in anatomy.norms]
+    kinds: dict[nn.Module, str] = dict.fromkeys(anatomy.norms, "norm")
     for parts in filter(None, anatomy.layers):
-        kinds += [("layer", parts.layer), ("attention", parts.attention), ("mlp", parts.mlp)]
-        kinds += [("norm", norm) for _, norm in parts.norms]
+        kinds |= {parts.layer: "layer", parts.attention: "attention", parts.mlp: "mlp"}
+        kinds |= {norm: "norm" for _, norm in parts.norms}
     if anatomy.embed is not None:
         handles.append(anatomy.embed.register_forward_hook(replace))
-    for kind, module in kinds:
+    for module, kind in kinds.items():
         if kind in ("attention", "mlp"):
             handles.append(module.register_forward_hook(replace))
         handles.append(

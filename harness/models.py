@@ -10,6 +10,7 @@ from tapcheck.errors import ModelError
 from tapcheck.request import Request
 
 DTYPES = ("float32", "bfloat16", "float16")
+_HUB_SECONDS = 5.0
 
 
 def load_config(model: str | Path) -> Any:
@@ -18,15 +19,32 @@ def load_config(model: str | Path) -> Any:
 
     name = str(model)
     path = Path(name)
+    if path.is_file():
+        raise ModelError(f"model {name!r} is a file: name the folder that holds the model")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(f"model {name!r}: the folder has no config.json, so it holds no model")
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ModelError(f"model {name!r}: no such folder")
+    if not path.exists():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise ModelError(f"model {name!r}: no such folder")
+        _require_on_hub(name)
     try:
         return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever Transformers raises over a config that it can't read
         raise ModelError(
-            f"model {name!r} is neither a folder here nor a model id that Transformers can load: "
+            f"model {name!r}: Transformers can't read its config.json: {first_line(error)}"
+        ) from None
+
+
+def _require_on_hub(name: str) -> None:
+    """Ask the hub once for a model that isn't cached; Transformers retries for half a minute."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    try:
+        if try_to_load_from_cache(name, "config.json") is None:
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
+    except Exception as error:  # of whichever HTTP client the hub's library brings
+        raise ModelError(
+            f"model {name!r} is no folder here, and the Hugging Face hub did not give it: "
             f"{first_line(error)}"
         ) from None
 
@@ -39,7 +57,17 @@ def first_line(error: Exception) -> str:
 
 def layer_count(config: Any) -> int:
     """Decoder layers that a Transformers config declares."""
-    return int(config.get_text_config().num_hidden_layers)
+    return _declared(config, "num_hidden_layers")
+
+
+def _declared(config: Any, name: str) -> int:
+    value = getattr(config.get_text_config(), name, None)
+    if not isinstance(value, int):
+        raise ModelError(
+            f"a model of type {config.model_type!r} is no decoder-only language model: its config "
+            f"has no {name}"
+        )
+    return value
 
 
 def require_dtype(dtype: str) -> str:
@@ -106,7 +134,7 @@ def _token_ids(prompt: Any) -> list[int]:
 
 def require_vocabulary(model: str | Path, config: Any, requests: Iterable[Request]) -> None:
     """Raise ModelError, naming request and position, for a token id outside the vocabulary."""
-    size = int(config.get_text_config().vocab_size)
+    size = _declared(config, "vocab_size")
     for request in requests:
         for position, token in enumerate(request.token_ids):
             if not 0 <= token < size:
