@@ -55,6 +55,39 @@ def first_line(error: Exception) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
+def require_tappable(model: str | Path) -> None:
+    """Raise ModelError or SiteError for what shows to be wrong before any weight is read.
+
+    A config that gives no decoder-only model of a known structure; a folder without weights, or
+    with a damaged file of them.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(model)
+    auto: Any = AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            skeleton = auto.from_config(config)
+    except Exception as error:  # whatever a config makes a model's constructor raise
+        raise ModelError(f"Transformers can't build {str(model)!r}: {first_line(error)}") from None
+    find_anatomy(skeleton, layer_count(config), skeleton.get_input_embeddings())
+    folder = Path(model)
+    if not folder.is_dir():
+        return
+    weights = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")]
+    if not weights:
+        raise ModelError(f"model {str(model)!r}: the folder has a config.json, but no weights")
+    for file in weights:
+        if file.suffix == ".safetensors":
+            try:
+                with safe_open(file, framework="pt"):
+                    pass
+            except SafetensorError as error:
+                raise ModelError(f"model {str(model)!r}: {file.name} is damaged: {error}") from None
+
+
 def layer_count(config: Any) -> int:
     """Decoder layers that a Transformers config declares."""
     return _declared(config, "num_hidden_layers")

@@ -34,11 +34,16 @@ class _Chunk:
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """The rows of one request in one chunk."""
+    """The rows of one request in one chunk: they are next to each other, from `first` on."""
 
     chunk: _Chunk
-    index: IntArray
+    first: int
     position: IntArray
+
+
+# How many ended owners are remembered, so that a forward pass still in flight when its request
+# ended can't leave rows behind; it is at most a few steps late.
+_ENDED_REMEMBERED = 4096
 
 
 class RowStore:
@@ -52,6 +57,7 @@ class RowStore:
         self.sites = tuple(sites)
         self.selectors = tuple(selectors)
         self._held: dict[str, list[_Held]] = {}
+        self._ended: dict[str, None] = {}
         self._chunk: _Chunk | None = None
         self._index: torch.Tensor | None = None
         self._takes_all = False
@@ -63,28 +69,24 @@ class RowStore:
 
     def begin_step(self, layout: StepLayout, device: torch.device) -> None:
         """Select this step's rows; without any, the step stays closed and nothing is kept."""
+        self._chunk = None
+        chunk = _Chunk(layout.step, 0, time.monotonic_ns(), time.time_ns())
         picked: list[IntArray] = []
-        first_row, count = 0, 0
-        held: list[tuple[str, IntArray, IntArray]] = []
+        first_row = 0
         for segment in layout.segments:
-            if segment.owner is not None:
-                mask = candidates(
-                    self.selectors, segment.start, segment.rows, segment.prompt_length
-                )
-                offsets = np.flatnonzero(mask)
+            start, owner = segment.start, segment.owner
+            if owner is not None and owner not in self._ended:
+                mask = candidates(self.selectors, start, segment.rows, segment.prompt_length)
+                offsets = mask.nonzero()[0]
                 if len(offsets):
                     picked.append(first_row + offsets)
-                    in_chunk = np.arange(count, count + len(offsets), dtype=np.int64)
-                    held.append((segment.owner, in_chunk, segment.start + offsets))
-                    count += len(offsets)
+                    held = _Held(chunk, chunk.rows, start + offsets)
+                    self._held.setdefault(owner, []).append(held)
+                    chunk.rows += len(offsets)
             first_row += segment.rows
-        self._chunk = None
-        if not count:
+        if not picked:
             return
-        chunk = _Chunk(layout.step, count, time.monotonic_ns(), time.time_ns())
-        for owner, in_chunk, position in held:
-            self._held.setdefault(owner, []).append(_Held(chunk, in_chunk, position))
-        self._takes_all = count == layout.total_rows
+        self._takes_all = chunk.rows == layout.total_rows
         self._index = torch.from_numpy(np.concatenate(picked)).to(device, non_blocking=True)
         self._chunk = chunk
 
@@ -144,70 +146,70 @@ class RowStore:
         (preempted, then recomputed) is delivered once, as the last step computed it.
         """
         owners = tuple(seen_lengths)
-        by_chunk: dict[int, list[tuple[int, _Held]]] = {}
-        chunks: dict[int, _Chunk] = {}
+        parts: dict[_Chunk, list[tuple[int, _Held]]] = {}
         for number, owner in enumerate(owners):
-            for held in self._held.pop(owner, []):
-                chunks[id(held.chunk)] = held.chunk
-                by_chunk.setdefault(id(held.chunk), []).append((number, held))
-        if not chunks:
-            return RowBatch(owners, _columns([], [], []), {})
-        parts = []
-        for name, entries in by_chunk.items():
-            request = np.concatenate([np.full(len(h.index), n, np.int64) for n, h in entries])
-            position = np.concatenate([held.position for _, held in entries])
-            index = np.concatenate([held.index for _, held in entries])
-            parts.append((chunks[name], request, position, index))
-        columns = _columns(
-            [chunk for chunk, *_ in parts],
-            [request for _, request, _, _ in parts],
-            [position for _, _, position, _ in parts],
-        )
-        order = _last_of_each(columns, np.array([seen_lengths[owner] for owner in owners]))
-        for chunk, *_ in parts:
+            for held in self._end(owner):
+                parts.setdefault(held.chunk, []).append((number, held))
+        for entries in parts.values():
+            entries.sort(key=lambda entry: entry[1].first)
+        columns = _columns(parts)
+        order = _last_of_each(columns, np.array([*seen_lengths.values()], np.int64))
+        for chunk in parts:
             if chunk.copied is not None:
                 chunk.copied.synchronize()
         take = torch.from_numpy(order)
-        in_order = len(order) == len(columns) and bool((order == np.arange(len(order))).all())
+        in_order = np.array_equal(order, np.arange(len(columns)))
         values = {}
-        for site in self.sites:
-            rows = torch.cat(
-                [
-                    chunk.values[site]
-                    if len(index) == chunk.rows and bool((np.diff(index) == 1).all())
-                    else chunk.values[site][torch.from_numpy(index)]
-                    for chunk, _, _, index in parts
-                ]
-            )
+        for site in self.sites if parts else ():
+            rows = torch.cat([_rows_of(c.values[site], c, held) for c, held in parts.items()])
             values[site] = rows if in_order else rows.index_select(0, take)
         return RowBatch(owners, columns.take(order), values)
 
     def discard(self, owners: Sequence[str]) -> None:
         """Forget the rows of these owners."""
         for owner in owners:
-            self._held.pop(owner, None)
+            self._end(owner)
+
+    def _end(self, owner: str) -> list[_Held]:
+        """Take an owner's rows out; rows of a forward pass still in flight won't come in."""
+        self._ended[owner] = None
+        if len(self._ended) > _ENDED_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+        return self._held.pop(owner, [])
 
     def __len__(self) -> int:
         """How many owners have rows that were not drained."""
         return len(self._held)
 
 
-def _columns(
-    chunks: Sequence[_Chunk], requests: Sequence[IntArray], positions: Sequence[IntArray]
-) -> Columns:
-    counts = [len(position) for position in positions]
-
-    def spread(name: str) -> IntArray:
-        return np.repeat(np.array([getattr(c, name) for c in chunks], np.int64), counts)
-
-    empty = np.zeros(0, np.int64)
+def _columns(parts: Mapping[_Chunk, Sequence[tuple[int, _Held]]]) -> Columns:
+    """The columns of the entries of every chunk, one chunk after the other."""
+    entries = [entry for chunk_entries in parts.values() for entry in chunk_entries]
+    counts = [len(held.position) for _, held in entries]
+    chunks = np.array(
+        [(h.chunk.step, h.chunk.monotonic_ns, h.chunk.unix_ns) for _, h in entries], np.int64
+    ).reshape(-1, 3)
+    step, monotonic_ns, unix_ns = np.repeat(chunks, counts, axis=0).T.copy()
     return Columns(
-        request=np.concatenate([empty, *requests]),
-        position=np.concatenate([empty, *positions]),
-        step=spread("step"),
-        monotonic_ns=spread("monotonic_ns"),
-        unix_ns=spread("unix_ns"),
+        request=np.repeat(np.array([number for number, _ in entries], np.int64), counts),
+        position=np.concatenate([np.zeros(0, np.int64), *(held.position for _, held in entries)]),
+        step=step,
+        monotonic_ns=monotonic_ns,
+        unix_ns=unix_ns,
     )
+
+
+def _rows_of(
+    values: torch.Tensor, chunk: _Chunk, entries: Sequence[tuple[int, _Held]]
+) -> torch.Tensor:
+    """The rows of the entries, which are sorted by where they are in the chunk."""
+    counts = [len(held.position) for _, held in entries]
+    if sum(counts) == chunk.rows:
+        return values
+    ranges = [
+        np.arange(held.first, held.first + n) for (_, held), n in zip(entries, counts, strict=True)
+    ]
+    return values[torch.from_numpy(np.concatenate(ranges))]
 
 
 def _last_of_each(columns: Columns, seen_lengths: IntArray) -> IntArray:

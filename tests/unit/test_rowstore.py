@@ -209,3 +209,16 @@ def test_a_layout_with_more_rows_than_its_forward_pass_is_refused() -> None:
 def test_a_layout_with_two_segments_of_one_request_is_refused() -> None:
     with pytest.raises(CaptureError, match="two segments"):
         StepLayout(0, (Segment("1", 0, 1, 2), Segment("1", 1, 1, 2)), 2)
+
+
+@pytest.mark.parametrize("end", ["drain", "discard"])
+def test_a_forward_still_in_flight_when_its_request_ended_leaves_no_rows(end: str) -> None:
+    store = RowStore(SITES, ALL)
+    run_step(store, StepLayout(0, (Segment("1", 0, 2, 2),), 2))
+    if end == "drain":
+        store.drain({"1": 2})
+    else:
+        store.discard(["1"])
+    run_step(store, StepLayout(1, (Segment("1", 2, 1, 2), Segment("2", 0, 1, 1)), 2))
+    assert len(store) == 1
+    assert store.drain({"2": 1}).columns.position.tolist() == [0]

@@ -1,0 +1,349 @@
+"""Each check of the suite passes a healthy capture and fails when it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from synthetic import synthetic_capture
+
+from tapcheck.capture import Capture, SiteRows
+from tapcheck.checks import suite
+from tapcheck.checks.faults import FAULTS, Fault
+from tapcheck.checks.jobs import SELFTEST, TOPOLOGIES, Job, check_names, plan_jobs
+from tapcheck.checks.suite import (
+    check_equivalence,
+    check_ledger,
+    check_the_checker,
+    check_tokens,
+    count_situations,
+    judge_engine,
+    make_requests,
+)
+from tapcheck.compatibility.verdict import CheckResult, status, unmet
+from tapcheck.hf import HFBackend
+from tapcheck.request import Request
+from tapcheck.sites import Site
+
+LENGTHS = ((5, 4), (3, 4), (7, 4))
+NEW = 4
+LOGITS = Site("logits")
+
+
+def healthy(dtype: torch.dtype = torch.float32) -> Capture:
+    """A capture whose generated tokens are those that its own logits choose."""
+    capture = synthetic_capture(dtype, lengths=LENGTHS, width=64)
+    rows = capture.rows[LOGITS]
+    requests = []
+    for index, request in enumerate(capture.requests):
+        at = rows.columns.request == index
+        order = np.argsort(rows.columns.position[at])
+        logits = rows.values[torch.from_numpy(np.flatnonzero(at)[order])]
+        chosen = logits[request.prompt_length - 1 :].argmax(-1).tolist()
+        requests.append(replace(request, generated_token_ids=tuple(chosen)))
+    return replace(capture, requests=tuple(requests))
+
+
+def asked(capture: Capture) -> list[Request]:
+    """The requests as they were before anything was generated."""
+    return [replace(request, generated_token_ids=()) for request in capture.requests]
+
+
+def ledger(actual: Capture, capture: Capture | None = None) -> CheckResult:
+    whole = capture or healthy()
+    return check_ledger(asked(whole), whole.sites, actual)
+
+
+def without(capture: Capture, keep: Callable[[SiteRows], np.ndarray], *sites: Site) -> Capture:
+    """The capture with only the rows that `keep` says, at `sites` or at all."""
+    rows = {
+        site: rows.take(np.flatnonzero(keep(rows))) if site in (sites or capture.sites) else rows
+        for site, rows in capture.rows.items()
+    }
+    return replace(capture, rows=rows)
+
+
+def failing(result: CheckResult) -> set[str]:
+    assert status(result) == "fail"
+    return {condition.metric for condition in unmet(result)}
+
+
+def retoken(capture: Capture, index: int, tokens: Iterable[int]) -> Capture:
+    requests = list(capture.requests)
+    requests[index] = replace(requests[index], generated_token_ids=tuple(tokens))
+    return replace(capture, requests=tuple(requests))
+
+
+# --- healthy captures ----------------------------------------------------------------------------
+
+
+def test_every_check_passes_a_healthy_capture() -> None:
+    job = Job("tiny", "unused", "float32", "cpu", "in_process")
+    capture = healthy()
+    results = list(judge_engine(job, asked(capture), capture, capture))
+    # The suite's own number of new tokens isn't this capture's.
+    results[-1] = replace(check_tokens(capture, capture, NEW), name=results[-1].name)
+    assert tuple(result.name for result in results) == check_names(job)
+    assert [status(result) for result in results] == ["pass"] * 3
+    assert {len(result.source_hash) for result in results} == {64}
+
+
+# --- ledger --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["lost_row", "duplicated_row"])
+def test_the_ledger_fails_on_lost_and_duplicated_rows(fault: str) -> None:
+    result = ledger(FAULTS[fault].inject(healthy()))
+    assert failing(result) == {"rows_delivered", "rows_wrong"}
+    assert result.metrics["rows_wrong"] == 1
+    assert result.first_divergence is not None
+    assert "request " in result.first_divergence
+    assert "site " in result.first_divergence
+
+
+def test_the_ledger_fails_on_a_site_that_was_never_captured() -> None:
+    capture = healthy()
+    rows = {site: rows for site, rows in capture.rows.items() if site != LOGITS}
+    result = ledger(replace(capture, rows=rows))
+    assert failing(result) == {"rows_delivered", "rows_wrong"}
+    assert "the site was not captured at all" in result.reason
+
+
+def test_the_ledger_fails_on_a_request_that_was_never_captured() -> None:
+    result = ledger(healthy().select(requests=["a", "c"]))
+    assert {"rows_delivered", "rows_wrong"} <= failing(result)
+    assert "the request is not in the capture" in result.reason
+
+
+def test_the_ledger_fails_where_rows_come_out_of_order() -> None:
+    capture = healthy()
+    rows = capture.rows[LOGITS]
+    backwards = rows.take(np.arange(len(rows))[::-1].copy())
+    result = ledger(replace(capture, rows={**capture.rows, LOGITS: backwards}))
+    assert failing(result) == {"rows_wrong"}
+
+
+def test_the_ledger_fails_where_as_many_rows_are_due_but_others_came() -> None:
+    capture = healthy()
+    rows = capture.rows[LOGITS]
+    position = np.where(rows.columns.position == 4, 99, rows.columns.position)
+    moved = SiteRows(replace(rows.columns, position=position), rows.values)
+    assert failing(ledger(replace(capture, rows={**capture.rows, LOGITS: moved}))) == {"rows_wrong"}
+
+
+def test_the_ledger_fails_when_fewer_requests_than_asked_shared_a_forward_pass() -> None:
+    capture = healthy()
+    rows = {
+        site: SiteRows(
+            replace(rows.columns, step=rows.columns.step + 100 * rows.columns.request), rows.values
+        )
+        for site, rows in capture.rows.items()
+    }
+    result = ledger(replace(capture, rows=rows))
+    assert failing(result) == {"most_requests_in_one_step"}
+    assert result.metrics["most_requests_in_one_step"] == 1
+    assert result.metrics["rows_delivered"] == result.metrics["rows_due"] > 0
+
+
+def test_the_ledger_fails_when_nothing_is_due() -> None:
+    capture = healthy()
+    result = check_ledger([], capture.sites, replace(capture, requests=capture.requests))
+    assert "rows_due" in failing(result)
+
+
+# --- equivalence ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=lambda fault: fault.name)
+def test_equivalence_fails_on_every_fault(fault: Fault) -> None:
+    capture = healthy()
+    result = check_equivalence(fault.inject(capture), capture)
+    assert failing(result)
+    assert "captures match" not in result.reason
+
+
+def test_equivalence_fails_on_swapped_requests_and_names_the_first_row() -> None:
+    capture = healthy()
+    result = check_equivalence(FAULTS["swapped_requests"].inject(capture), capture)
+    assert {"failing_sites", "worst_relative_error"} <= failing(result)
+    assert result.first_divergence == "request 'a', site embed, position 0"
+    assert result.metrics["worst_relative_error"] > 0.1
+
+
+def test_equivalence_fails_on_other_tokens() -> None:
+    capture = healthy()
+    generated = capture.requests[0].generated_token_ids
+    result = check_equivalence(retoken(capture, 0, (*generated[:-1], 63)), capture)
+    assert "token_problems" in failing(result)
+
+
+def test_equivalence_fails_when_no_row_was_compared() -> None:
+    capture = healthy()
+    nothing = without(capture, lambda rows: np.zeros(len(rows), bool))
+    assert "rows_compared" in failing(check_equivalence(nothing, nothing))
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+def test_tokens_counts_every_generated_token() -> None:
+    result = check_tokens(healthy(), healthy(), NEW)
+    assert status(result) == "pass"
+    assert result.metrics == {"tokens_due": 12, "tokens_compared": 12, "tokens_different": 0}
+
+
+@pytest.mark.parametrize("nth", range(NEW))
+def test_tokens_fails_on_a_wrong_token_and_names_its_position(nth: int) -> None:
+    capture = healthy()
+    tokens = list(capture.requests[1].generated_token_ids)
+    tokens[nth] = (tokens[nth] + 1) % 64
+    result = check_tokens(retoken(capture, 1, tokens), capture, NEW)
+    assert failing(result) == {"tokens_different"}
+    assert result.metrics["tokens_different"] == 1
+    assert result.first_divergence == f"request 'b', position {3 + nth}"
+
+
+@pytest.mark.parametrize("count", [0, 1, NEW - 1])
+def test_tokens_fails_when_a_request_stopped_early(count: int) -> None:
+    capture = healthy()
+    short = retoken(capture, 2, capture.requests[2].generated_token_ids[:count])
+    assert failing(check_tokens(short, capture, NEW)) == {"tokens_compared"}
+
+
+def test_tokens_fails_when_the_row_that_a_token_was_chosen_from_is_missing() -> None:
+    capture = healthy()
+    gap = without(capture, lambda rows: rows.columns.position != 5, LOGITS)
+    result = check_tokens(capture, gap, NEW)
+    assert failing(result) == {"tokens_compared"}
+    assert result.metrics["tokens_different"] == 0  # the others are still paired by position
+
+
+def test_tokens_doesn_t_depend_on_the_order_of_rows() -> None:
+    capture = healthy()
+    rows = capture.rows[LOGITS]
+    mixed = rows.take(np.random.default_rng(0).permutation(len(rows)))
+    shuffled = replace(capture, rows={**capture.rows, LOGITS: mixed})
+    assert status(check_tokens(capture, shuffled, NEW)) == "pass"
+
+
+def test_tokens_fails_on_nan_logits() -> None:
+    capture = healthy()
+    values = capture.rows[LOGITS].values.clone().fill_(torch.nan)
+    rows = {**capture.rows, LOGITS: SiteRows(capture.rows[LOGITS].columns, values)}
+    assert "tokens_different" in failing(check_tokens(capture, replace(capture, rows=rows), NEW))
+
+
+def second_choice(capture: Capture, gap: float) -> Capture:
+    """The capture, with the second likeliest token `gap` below the likeliest and generated."""
+    values = capture.rows[LOGITS].values.clone()
+    columns = capture.rows[LOGITS].columns
+    request = capture.requests[0]
+    row = int(np.flatnonzero((columns.request == 0) & (columns.position == 4))[0])
+    best = int(values[row].argmax())
+    other = (best + 1) % values.shape[1]
+    values[row, best], values[row, other] = 16.0, 16.0 - gap
+    rows = {**capture.rows, LOGITS: SiteRows(columns, values)}
+    return retoken(replace(capture, rows=rows), 0, (other, *request.generated_token_ids[1:]))
+
+
+def test_a_tie_in_a_narrow_dtype_is_no_wrong_token() -> None:
+    tie = second_choice(healthy(torch.bfloat16), 0.25)
+    assert status(check_tokens(tie, tie, NEW)) == "pass"
+    clear = second_choice(healthy(torch.bfloat16), 2.0)
+    assert failing(check_tokens(clear, clear, NEW)) == {"tokens_different"}
+    exact = second_choice(healthy(), 0.25)
+    assert failing(check_tokens(exact, exact, NEW)) == {"tokens_different"}
+
+
+# --- situations ----------------------------------------------------------------------------------
+
+
+def test_situations_are_counted_from_the_rows_steps() -> None:
+    capture = healthy()
+    assert count_situations(capture) == {
+        "requests": 3,
+        "steps": 4,
+        "most_requests_in_one_step": 3,
+        "steps_mixing_prefill_and_decode": 0,
+        "prompt_rows": 15,
+        "generated_rows": 9,
+    }
+
+
+def test_a_step_that_mixes_prefill_and_decode_is_counted() -> None:
+    capture = healthy()
+    rows = {}
+    for site, given in capture.rows.items():
+        columns = given.columns
+        late = np.where(columns.request == 2, columns.step + 1, columns.step)
+        rows[site] = SiteRows(replace(columns, step=late), given.values)
+    found = count_situations(replace(capture, rows=rows))
+    assert (found["steps"], found["steps_mixing_prefill_and_decode"]) == (5, 1)
+
+
+# --- the checker's own test ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(model_zoo: Callable[[str], Path]) -> Iterator[HFBackend]:
+    with HFBackend(model_zoo("llama")) as backend:
+        yield backend
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_checker_catches_every_fault_in_a_real_capture(reference: HFBackend) -> None:
+    result = check_the_checker(reference)
+    assert (status(result), result.name) == ("pass", SELFTEST)
+    assert result.metrics["faults_caught"] == len(FAULTS) >= 10
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_checker_that_misses_a_fault_fails_and_names_it(
+    reference: HFBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAULTS, "invisible", Fault("invisible", "nothing", lambda given: given))
+    result = check_the_checker(reference)
+    assert failing(result) == {"faults_caught"}
+    assert "missed: invisible" in result.reason
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_checker_that_passes_or_fails_everything_fails(
+    reference: HFBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = suite.compare_captures
+    for actual, metric in ((0, "faults_caught"), (1, "false_alarms")):
+        monkeypatch.setattr(
+            suite,
+            "compare_captures",
+            lambda given, right, always=actual: compare(
+                FAULTS["dead_tap"].inject(right) if always else right, right
+            ),
+        )
+        assert metric in failing(check_the_checker(reference))
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+def test_jobs_test_the_checker_first_then_every_model_in_every_topology() -> None:
+    jobs = plan_jobs({"a": "one", "b": "two"}, "bfloat16", "cuda")
+    assert jobs[0] == Job("a", "one", "float32", "cpu", None)
+    assert [(job.model, job.topology) for job in jobs[1:]] == [
+        (model, topology) for model in "ab" for topology in TOPOLOGIES
+    ]
+    assert {(job.dtype, job.device) for job in jobs[1:]} == {("bfloat16", "cuda")}
+    names = [name for job in jobs for name in check_names(job)]
+    assert len(set(names)) == len(names) == 13
+
+
+def test_the_suite_s_requests_are_always_the_same_and_no_two_alike() -> None:
+    requests = make_requests(512)
+    assert requests == make_requests(512)
+    assert len({request.prompt_token_ids for request in requests}) == len(requests) == 8
+    assert len({request.prompt_length for request in requests}) == 8
+    assert all(0 <= token < 512 for request in requests for token in request.token_ids)
