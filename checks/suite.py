@@ -126,9 +126,7 @@ def check_ledger(
     )
 
 
-def check_equivalence(
-    actual: Capture, expected: Capture, rtol: float | None = None
-) -> CheckResult:
+def check_equivalence(actual: Capture, expected: Capture, rtol: float | None = None) -> CheckResult:
     """Every row equals Transformers' row of the same request, site and position."""
     comparison = compare_captures(actual, expected, rtol=rtol)
     limit = max((site.rtol for site in comparison.sites), default=0.0)

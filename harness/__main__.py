@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    # As an exception, so that the engines' processes are ended first.
+    signal.signal(signal.SIGTERM, _end)
     from tapcheck.cli import run
 
     sys.exit(run(sys.argv[1:]))
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 # vLLM's subprocesses import this module again.

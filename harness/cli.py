@@ -5,13 +5,8 @@ Exit codes: 0 pass, 1 a check failed, 2 bad use or a broken environment, 130 int
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import tempfile
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
 from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
@@ -20,20 +15,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tapcheck.errors import EngineError, TapcheckError
+from tapcheck.results import (
+    check_summary,
+    diff_summary,
+    env_summary,
+    require_folder,
+    require_writable,
+    write_json,
+)
 from tapcheck.terminal import (
     Progress,
     describe_machine,
     err,
     new_log,
     out,
+    print_environment,
     print_verdict,
+    print_what_is_known,
     quiet_engine,
-    wrapped,
+    quiet_libraries,
 )
 
 if TYPE_CHECKING:
+    from tapcheck.checks.jobs import Job
     from tapcheck.compatibility.environment import Environment
     from tapcheck.compatibility.rows import MatrixRow
+    from tapcheck.hf import HFBackend
+    from tapcheck.request import Request
+    from tapcheck.vllm.backend import VLLMBackend
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,28 +61,9 @@ TINY_CHECKED = ("llama", "gpt2", "qwen2")
 TINY_RTOL = 1e-5
 
 
-class BackendName(str, Enum):
-    """Backends that `tapcheck capture` can use."""
-
-    hf = "hf"
-    vllm = "vllm"
-
-
-class DeviceName(str, Enum):
-    """Devices that `tapcheck check` can judge."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class DtypeName(str, Enum):
-    """Dtypes that a model can be run in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
+BackendName = Enum("BackendName", {"hf": "hf", "vllm": "vllm"})
+DeviceName = Enum("DeviceName", {"auto": "auto", "cpu": "cpu", "cuda": "cuda"})
+DtypeName = Enum("DtypeName", {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"})
 
 JsonOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")
@@ -83,7 +73,7 @@ DtypeOption = Annotated[DtypeName, typer.Option(help="The dtype in which the mod
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code. A deliberate error is one message, no traceback."""
-    _quiet_libraries()
+    quiet_libraries()
     try:
         code = app(args=list(arguments), prog_name="tapcheck", standalone_mode=False)
     except _UsageError as error:
@@ -101,14 +91,6 @@ def run(arguments: Sequence[str]) -> int:
         err.print("tapcheck: this error was not foreseen: please report it, with all of the above")
         return 2
     return code if isinstance(code, int) else 0
-
-
-def _quiet_libraries() -> None:
-    """Keep the engines' own chatter out of a verdict, unless the caller asked for it."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def _show_version(wanted: bool) -> None:
@@ -134,7 +116,7 @@ def check(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL]...", help="Model folders or ids; without any, tiny models built here."
+            metavar="MODEL", help="Model folders or ids; without any, tiny models built here."
         ),
     ] = None,
     device: Annotated[
@@ -150,36 +132,22 @@ def check(
     json_file: JsonOption = None,
 ) -> int:
     """Judge vLLM's activations against Transformers', row by row."""
-    from tapcheck.checks.jobs import check_names, plan_jobs
-    from tapcheck.checks.supervisor import run_jobs
+    from tapcheck.checks.jobs import plan_jobs
     from tapcheck.compatibility.environment import collect_environment
-    from tapcheck.compatibility.rows import new_row, write_row
+    from tapcheck.compatibility.rows import write_row
 
-    _require_writable("--json", json_file)
-    _require_writable("--log", log)
-    if record is not None:
-        _require_writable("--record", record / "row.json", make_folder=True)
+    require_writable("--json", json_file)
+    require_writable("--log", log)
+    require_folder("--record", record)
     chosen = _device(device)
     environment = collect_environment(chosen)
     rtol = TINY_RTOL if not models and dtype is DtypeName.float32 else None
     jobs = plan_jobs(_models_to_check(models or []), dtype.value, chosen, rtol)
-    expected = [name for job in jobs for name in check_names(job)]
     output = log or new_log()
-    out.print(describe_machine(environment))
-    progress = Progress(len(expected))
-    with progress.spinner:
-        found = run_jobs(jobs, log=output, on_start=progress.start, on_result=progress.result)
-    row = new_row(
-        duration_s=round(found.seconds, 1),
-        environment=environment,
-        settings=found.settings,
-        situations=found.situations,
-        checks=found.results,
-        expected_checks=expected,
-    )
+    row = _judge(jobs, environment, output)
     recorded = None if record is None else write_row(row, record)
-    summary = _check_summary(row)
-    _write_json(json_file, summary)
+    summary = check_summary(row)
+    write_json(json_file, summary)
     print_verdict(summary)
     if recorded is not None:
         out.print(f"recorded in {recorded}")
@@ -189,6 +157,27 @@ def check(
     if log is None:
         output.unlink(missing_ok=True)
     return 0
+
+
+def _judge(jobs: Sequence[Job], environment: Environment, log: Path) -> MatrixRow:
+    """Run the jobs, showing each check as it ends."""
+    from tapcheck.checks.jobs import check_names
+    from tapcheck.checks.supervisor import run_jobs
+    from tapcheck.compatibility.rows import new_row
+
+    expected = [name for job in jobs for name in check_names(job)]
+    out.print(describe_machine(environment))
+    progress = Progress(len(expected))
+    with progress.spinner:
+        found = run_jobs(jobs, log=log, on_start=progress.start, on_result=progress.result)
+    return new_row(
+        duration_s=round(found.seconds, 1),
+        environment=environment,
+        settings=found.settings,
+        situations=found.situations,
+        checks=found.results,
+        expected_checks=expected,
+    )
 
 
 def _device(wanted: DeviceName) -> str:
@@ -225,28 +214,6 @@ def _models_to_check(models: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def _check_summary(row: MatrixRow) -> dict[str, Any]:
-    from tapcheck.compatibility.verdict import status
-
-    def total(name: str) -> int:
-        return sum(int(check.metrics.get(name, 0)) for check in equivalences)
-
-    equivalences = [check for check in row.checks if check.name.startswith("equivalence[")]
-    errors = [check.metrics.get("worst_relative_error", math.nan) for check in equivalences]
-    worst = max(errors, default=math.nan) if not any(map(math.isnan, errors)) else math.nan
-    return {
-        "verdict": row.verdict,
-        "rows_due": total("rows_due"),
-        "rows_compared": total("rows_compared"),
-        "worst_relative_error": _finite(worst),
-        "seconds": row.duration_s,
-        "checks": [
-            {"name": check.name, "status": status(check), "reason": check.reason}
-            for check in row.checks
-        ],
-    }
-
-
 @app.command()
 def capture(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or id.")],
@@ -281,42 +248,22 @@ def capture(
     ] = True,
 ) -> int:
     """Capture activations from one engine into a file."""
-    from tapcheck.selectors import parse_selectors
-    from tapcheck.sites import parse_site
-
-    wanted = select or ["all"]
-    parse_selectors(wanted)
-    for name in site:
-        parse_site(name)
     prompts = _prompts(prompt or [], prompt_ids or [])
-    _require_writable("-o", output)
+    require_writable("-o", output)
     if backend is BackendName.hf and not (in_process and enforce_eager):
         raise typer.BadParameter(
             "--no-in-process and --no-enforce-eager are settings of --backend vllm"
         )
+    selectors = select or ["all"]
+    requests = _requests(model, site, selectors, prompts)
 
-    from tapcheck.models import as_requests, layer_count, load_config, require_vocabulary
-    from tapcheck.runs import make_plan
     from tapcheck.storage import save_capture
 
-    config = load_config(model)
-    make_plan(site, wanted, layer_count(config))
-    requests = as_requests(model, prompts)
-    require_vocabulary(model, config, requests)
-    with quiet_engine(backend.value):
-        engine: Any
-        if backend is BackendName.hf:
-            from tapcheck.hf import HFBackend
-
-            engine = HFBackend(model, dtype=dtype.value)
-        else:
-            from tapcheck.vllm.backend import VLLMBackend
-
-            engine = VLLMBackend(
-                model, dtype=dtype.value, in_process=in_process, enforce_eager=enforce_eager
-            )
-        with engine:
-            captured = engine.capture(requests, site, wanted, max_new_tokens=max_new_tokens)
+    with (
+        quiet_engine(backend.value),
+        _engine(backend, model, dtype.value, in_process, enforce_eager) as engine,
+    ):
+        captured = engine.capture(requests, site, selectors, max_new_tokens=max_new_tokens)
     save_capture(captured, output)
     out.print(f"{output}: {len(captured)} rows at {', '.join(map(str, captured.sites))}")
     return 0
@@ -341,6 +288,39 @@ def _prompts(texts: Sequence[str], ids: Sequence[str]) -> Sequence[str | list[in
         ) from None
 
 
+def _requests(
+    model: str, sites: Sequence[str], select: Sequence[str], prompts: Sequence[str | list[int]]
+) -> list[Request]:
+    """The prompts as requests; raises for whatever is wrong and shows before an engine starts."""
+    from tapcheck.selectors import parse_selectors
+    from tapcheck.sites import parse_site, parse_sites
+
+    # First what needs no model: Transformers takes seconds to import.
+    parse_selectors(select)
+    for site in sites:
+        parse_site(site)
+
+    from tapcheck.models import as_requests, layer_count, load_config, require_vocabulary
+
+    config = load_config(model)
+    parse_sites(sites, layer_count(config))
+    requests = as_requests(model, prompts)
+    require_vocabulary(model, config, requests)
+    return requests
+
+
+def _engine(
+    backend: BackendName, model: str, dtype: str, in_process: bool, enforce_eager: bool
+) -> HFBackend | VLLMBackend:
+    if backend is BackendName.hf:
+        from tapcheck.hf import HFBackend
+
+        return HFBackend(model, dtype=dtype)
+    from tapcheck.vllm.backend import VLLMBackend
+
+    return VLLMBackend(model, dtype=dtype, in_process=in_process, enforce_eager=enforce_eager)
+
+
 @app.command()
 def diff(
     actual: Annotated[Path, typer.Argument(metavar="ACTUAL", help="The capture to judge.")],
@@ -354,7 +334,7 @@ def diff(
     json_file: JsonOption = None,
 ) -> int:
     """Judge one saved capture against another, without an engine."""
-    _require_writable("--json", json_file)
+    require_writable("--json", json_file)
 
     from tapcheck.checks.equivalence import compare_captures
     from tapcheck.checks.message import explain
@@ -362,33 +342,7 @@ def diff(
 
     comparison = compare_captures(load_capture(actual), load_capture(expected), rtol=rtol)
     message = explain(comparison)
-    ledger, failing = comparison.ledger, comparison.failing_sites
-    empty = comparison.empty_sites or not comparison.sites
-    claims = (
-        ("tokens", not comparison.token_problems, f"{len(comparison.token_problems)} differences"),
-        ("ledger", ledger.complete, f"{len(ledger.entries)} rows wrong of {ledger.due} due"),
-        (
-            "values",
-            not failing and not empty,
-            f"{len(failing)} of {len(comparison.sites)} sites fail, {comparison.rows_compared} "
-            "rows compared",
-        ),
-    )
-    _write_json(
-        json_file,
-        {
-            "verdict": "pass" if comparison.passed else "fail",
-            "rows_due": comparison.rows_due,
-            "rows_compared": comparison.rows_compared,
-            "worst_relative_error": _finite(comparison.worst_relative_error),
-            "smallest_passing_rtol": comparison.smallest_passing_rtol,
-            "checks": [
-                {"name": name, "status": "pass" if held else "fail", "reason": reason}
-                for name, held, reason in claims
-            ],
-            "message": message,
-        },
-    )
+    write_json(json_file, {**diff_summary(comparison), "message": message})
     out.print(message)
     return 0 if comparison.passed else 1
 
@@ -425,9 +379,9 @@ def matrix(
             f"there is no folder {str(rows_dir)!r}: run this in a checkout, or name another",
             param_hint="'--rows'",
         )
-    _require_writable("--page", None if check_only else page)
-    _require_writable("--html", html)
-    _require_writable("--json", json_file)
+    require_writable("--page", None if check_only else page)
+    require_writable("--html", html)
+    require_writable("--json", json_file)
     rows = read_rows(rows_dir)
     # The checks share one hash: that of everything that captures or judges.
     hashes = dict.fromkeys(
@@ -440,10 +394,10 @@ def matrix(
         write_whole(html, render_html(rows, hashes))
     if check_only:
         problem = check_page(page, text)
-        out.print(problem or f"{page} is up to date ({_rows(len(rows))})")
+        out.print(problem or f"{page} is up to date (recorded rows: {len(rows)})")
         return 1 if problem else 0
     write_whole(page, text)
-    out.print(f"{page} is written ({_rows(len(rows))})")
+    out.print(f"{page} is written (recorded rows: {len(rows)})")
     return 0
 
 
@@ -454,37 +408,16 @@ def env(json_file: JsonOption = None) -> int:
     from tapcheck.compatibility.nearest import differences, nearest_row
     from tapcheck.compatibility.rows import RECORDED_ROWS, read_rows
 
-    _require_writable("--json", json_file)
+    require_writable("--json", json_file)
     environment = _environment()
     nearest = nearest_row(read_rows(RECORDED_ROWS), environment)
     differing = differences(nearest, environment) if nearest else []
     issues = possible_issues(environment_terms(environment))
     device = "cuda" if environment.gpu else "cpu"
     command = f"tapcheck check --device {device} --record {_ROWS}"
-    _write_json(
-        json_file,
-        {
-            "environment": asdict(environment),
-            "nearest_row": nearest.id if nearest else None,
-            "nearest_verdict": nearest.verdict if nearest else None,
-            "differences": [asdict(difference) for difference in differing],
-            "known_issues": [asdict(issue) for issue in issues],
-            "run_next": command,
-        },
-    )
-    _print_environment(environment)
-    out.print("\nnearest tested row", style="bold")
-    if nearest is None:
-        out.print("  none: no run was recorded, so all is unknown")
-    else:
-        out.print(f"  {nearest.id}, verdict {nearest.verdict}")
-        for gap in differing:
-            out.print(wrapped(f"  {gap.field:20}", f"tested {gap.tested}, here {gap.here}"))
-    out.print("\nknown issues that may apply", style="bold")
-    for issue in issues:
-        out.print(f"  {issue.id}")
-        out.print(wrapped("    ", issue.symptom))
-        out.print(wrapped("    way out: ", issue.way_out))
+    write_json(json_file, env_summary(environment, nearest, differing, issues, command))
+    print_environment(environment)
+    print_what_is_known(nearest, differing, issues)
     out.print("\nto record a row for this machine", style="bold")
     out.print(f"  {command}")
     return 0
@@ -502,57 +435,3 @@ def _environment() -> Environment:
         except DeviceError as error:
             err.print(f"tapcheck: {error}")
     return collect_environment("cpu")
-
-
-def _print_environment(environment: Environment) -> None:
-    from tapcheck.compatibility.environment import describe_gpu
-
-    values = asdict(environment) | {"gpu": environment.gpu and describe_gpu(environment.gpu)}
-    out.print("this machine", style="bold")
-    for name, value in values.items():
-        out.print(wrapped(f"  {name:20}", "none" if value is None else str(value)))
-
-
-def _require_writable(option: str, path: Path | None, *, make_folder: bool = False) -> None:
-    """Refuse a file that can't be written, before minutes of work; None is no file.
-
-    With `make_folder` its folder may be missing, when one can be made.
-    """
-    if path is None:
-        return
-    folder = path.parent
-    if make_folder and not folder.exists():
-        folder = next(parent for parent in folder.absolute().parents if parent.exists())
-    problem = None
-    if path.is_dir():
-        problem = f"{str(path)!r} is a folder: name a file in it"
-    elif path.exists() and not path.is_file():
-        problem = f"{str(path)!r} is no regular file"
-    elif not folder.exists():
-        problem = f"there is no folder {str(folder)!r}: make it first"
-    elif not folder.is_dir():
-        problem = f"{str(folder)!r} is no folder"
-    else:
-        try:
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            problem = f"can't write in {str(folder)!r}: {error.strerror}"
-    if problem is not None:
-        raise typer.BadParameter(problem, param_hint=f"'{option}'")
-
-
-def _write_json(path: Path | None, value: Any) -> None:
-    if path is None:
-        return
-    from tapcheck.compatibility.files import write_whole
-
-    write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN: a number that isn't finite is null."""
-    return value if math.isfinite(value) else None
-
-
-def _rows(count: int) -> str:
-    return f"{count} row{'s' * (count != 1)}"

@@ -65,6 +65,8 @@ def require_tappable(model: str | Path) -> None:
     from safetensors import SafetensorError, safe_open
     from transformers import AutoModelForCausalLM
 
+    from tapcheck.anatomy import find_anatomy
+
     config = load_config(model)
     auto: Any = AutoModelForCausalLM
     try:

@@ -8,7 +8,8 @@ import sys
 import tempfile
 import textwrap
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -20,6 +21,9 @@ from tapcheck.errors import EngineError, TapcheckError
 if TYPE_CHECKING:
     from tapcheck.checks.jobs import Job
     from tapcheck.compatibility.environment import Environment
+    from tapcheck.compatibility.known_issues import KnownIssue
+    from tapcheck.compatibility.nearest import Difference
+    from tapcheck.compatibility.rows import MatrixRow
     from tapcheck.compatibility.verdict import CheckResult
 
 # Results go to stdout; progress and errors go to stderr.
@@ -55,6 +59,34 @@ def describe_machine(environment: Environment) -> str:
         f"{environment.transformers}\n"
         f"torch {environment.torch}, Python {environment.python}, {environment.cpu}, {gpu}"
     )
+
+
+def print_environment(environment: Environment) -> None:
+    """Every field of the environment, a line each."""
+    from tapcheck.compatibility.environment import describe_gpu
+
+    values = asdict(environment) | {"gpu": environment.gpu and describe_gpu(environment.gpu)}
+    out.print("this machine", style="bold")
+    for name, value in values.items():
+        out.print(wrapped(f"  {name:20}", "none" if value is None else str(value)))
+
+
+def print_what_is_known(
+    nearest: MatrixRow | None, differing: Sequence[Difference], issues: Sequence[KnownIssue]
+) -> None:
+    """The nearest tested row, what differs from it, and the known issues that may apply."""
+    out.print("\nnearest tested row", style="bold")
+    if nearest is None:
+        out.print("  none: no run was recorded, so all is unknown")
+    else:
+        out.print(f"  {nearest.id}, verdict {nearest.verdict}")
+    for gap in differing:
+        out.print(wrapped(f"  {gap.field:20}", f"tested {gap.tested}, here {gap.here}"))
+    out.print("\nknown issues that may apply", style="bold")
+    for issue in issues:
+        out.print(f"  {issue.id}")
+        out.print(wrapped("    ", issue.symptom))
+        out.print(wrapped("    way out: ", issue.way_out))
 
 
 class Progress:
@@ -115,6 +147,14 @@ def print_verdict(summary: Mapping[str, Any]) -> None:
         f"{summary['rows_compared']:,} of {summary['rows_due']:,} rows compared, worst relative "
         f"error {error}, {summary['seconds']:.0f} s"
     )
+
+
+def quiet_libraries() -> None:
+    """Keep the engines' own chatter out of a verdict, unless the caller asked for it."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def new_log() -> Path:

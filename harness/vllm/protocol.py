@@ -32,5 +32,5 @@ def decode(reply: str) -> Any:
     answer = json.loads(reply)
     if "ok" in answer:
         return answer["ok"]
-    kind = getattr(errors, answer["error"], EngineError)
-    raise kind(answer["message"])
+    name = answer["error"]
+    raise (getattr(errors, name) if name in errors.__all__ else EngineError)(answer["message"])

@@ -132,9 +132,7 @@ def test_a_parallel_layer_has_no_resid_mid_and_says_why(make: Callable[[], nn.Mo
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("point", ["attn_out", "resid_mid", "mlp_out"])
-def test_a_scaled_layer_has_no_sublayer_points_and_says_why(
-    point: str, dtype: torch.dtype
-) -> None:
+def test_a_scaled_layer_has_no_sublayer_points_and_says_why(point: str, dtype: torch.dtype) -> None:
     model = decoder(tiny.Scaled, dtype)
     reason = rf"'{point}.1': this model has no {point}, because layer 1 \(Scaled\) does not add"
     with pytest.raises(SiteError, match=reason):

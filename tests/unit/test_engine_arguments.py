@@ -159,14 +159,14 @@ def test_architectures_known_to_fail_in_process_are_refused_there_only(
 
 @pytest.mark.parametrize("dtype", ["auto", "float64"])
 def test_other_dtypes_are_refused(model_zoo: Callable[[str], Path], dtype: str) -> None:
-    act = lambda: engine_arguments(model_zoo("llama"), dtype, True, {})  # noqa: E731
-    assert "say one of float32, bfloat16, float16" in refusal(ModelError, act)
+    message = refusal(ModelError, lambda: engine_arguments(model_zoo("llama"), dtype, True, {}))
+    assert "say one of float32, bfloat16, float16" in message
 
 
 def test_a_model_that_isn_t_there_is_refused(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
-    act = lambda: engine_arguments(nowhere, "float32", True, {})  # noqa: E731
-    assert refusal(ModelError, act) == f"model '{nowhere}': no such folder"
+    message = refusal(ModelError, lambda: engine_arguments(nowhere, "float32", True, {}))
+    assert message == f"model '{nowhere}': no such folder"
 
 
 def test_the_backend_refuses_before_it_imports_vllm(model_zoo: Callable[[str], Path]) -> None:

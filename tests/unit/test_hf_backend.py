@@ -19,7 +19,6 @@ from tapcheck.backend import Backend
 from tapcheck.capture import Capture
 from tapcheck.errors import CaptureError, EngineError, ModelError, SelectorError, SiteError
 from tapcheck.hf import HFBackend
-from tapcheck.models import as_requests
 from tapcheck.request import Request
 from tapcheck.sites import all_sites
 
@@ -285,60 +284,7 @@ def test_the_dtype_asked_for_is_the_dtype_captured(model_zoo: Zoo, dtype: str) -
     assert all(torch.isfinite(rows.values).all() for rows in capture.rows.values())
 
 
-# --- prompts and selectors -----------------------------------------------------------------------
-
-
-def test_prompts_may_be_lists_arrays_and_tensors_of_token_ids() -> None:
-    prompts = [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), torch.tensor([1, 2, 3])]
-    prompts += [list(np.array([1, 2, 3])), torch.tensor([1, 2, 3], dtype=torch.int32)]
-    requests = as_requests("unused", [*prompts, Request("mine", (4,))])
-    assert [request.id for request in requests] == ["0", "1", "2", "3", "4", "5", "mine"]
-    assert {request.prompt_token_ids for request in requests[:-1]} == {(1, 2, 3)}
-
-
-@pytest.fixture
-def with_tokenizer(model_zoo: Zoo, tmp_path: Path) -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"[UNK]": 0, "the": 5, "capital": 9, "of": 200}
-    tokenizer: Any = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))  # noqa: S106
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    folder = tmp_path / "with-tokenizer"
-    shutil.copytree(model_zoo("llama"), folder)
-    fast: Any = transformers.PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
-
-
-def test_text_is_encoded_by_the_model_s_own_tokenizer(with_tokenizer: Path) -> None:
-    (request,) = as_requests(with_tokenizer, ["the capital of"])
-    assert request.prompt_token_ids == (5, 9, 200)
-
-
-def test_text_for_a_model_without_tokenizer_is_an_error_that_says_what_to_give(
-    model_zoo: Zoo,
-) -> None:
-    with pytest.raises(ModelError, match=r"no tokenizer .* give token ids instead"):
-        as_requests(model_zoo("llama"), ["hello"])
-
-
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ("hello", r"prompts come in a list: write \['hello'\]"),
-        ([1, 2, 3], "1 is no prompt"),
-        (torch.tensor([1, 2]), "is no prompt"),
-        ([np.array([[1, 2], [3, 4]])], "must have shape"),
-        ([[[1, 2], [3, 4]]], "must have shape"),
-        ([[1, 2.5]], "integers; 2.5 is not one"),
-        ([torch.tensor([1.0])], "integers; 1.0 is not one"),
-        ([[True]], "integers; True is not one"),
-        ([["1"]], "integers; '1' is not one"),
-    ],
-)
-def test_what_is_no_prompt_is_an_error(prompts: Any, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        as_requests("unused", prompts)
+# --- selectors and metadata -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

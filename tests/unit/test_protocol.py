@@ -30,9 +30,7 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 
 @pytest.mark.parametrize("kind", OURS)
 @given(message=st.text(min_size=1))
-def test_an_error_of_ours_comes_back_by_its_class(
-    kind: type[TapcheckError], message: str
-) -> None:
+def test_an_error_of_ours_comes_back_by_its_class(kind: type[TapcheckError], message: str) -> None:
     with pytest.raises(TapcheckError) as raised:
         decode(encode_error(kind(message)))
     assert type(raised.value) is kind

@@ -161,9 +161,7 @@ def statuses(found: Run) -> list[str]:
     return [status(result) for result in found.results]
 
 
-def test_jobs_that_run_share_one_child_and_add_up(
-    run: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_jobs_that_run_share_one_child_and_add_up(run: Callable[..., Run], tmp_path: Path) -> None:
     found = run(job("good", "a"), job("good", "b"))
     assert statuses(found) == ["pass"] * 6
     assert found.situations == {"requests": 16, "most_requests_at_once": 3}
@@ -185,9 +183,7 @@ def test_a_job_that_crashes_says_how_and_the_rest_still_run(
     ("path", "words"),
     [("exit", "exit code 3"), ("silent exit", "exit code 0"), ("exit before start", "exit code 0")],
 )
-def test_a_child_that_ends_early_is_a_crash(
-    run: Callable[..., Run], path: str, words: str
-) -> None:
+def test_a_child_that_ends_early_is_a_crash(run: Callable[..., Run], path: str, words: str) -> None:
     found = run(job(path, "a"), job("good", "b"))
     assert statuses(found) == ["crash"] * 3 + ["pass"] * 3
     assert words in found.results[0].reason
@@ -312,9 +308,7 @@ def test_a_start_is_told_once_for_each_job_that_starts(tmp_path: Path, command: 
 
 def test_the_real_child_reports_a_model_that_it_can_t_load(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
-    found = run_jobs(
-        [Job("m", str(nowhere), "float32", "cpu", "in_process")], log=tmp_path / "log"
-    )
+    found = run_jobs([Job("m", str(nowhere), "float32", "cpu", "in_process")], log=tmp_path / "log")
     assert CHILD[1:] == ("-m", "tapcheck.checks.child")
     assert statuses(found) == ["error"] * 3
     assert found.results[0].reason == f"model '{nowhere}': no such folder"
