@@ -27,6 +27,11 @@ class Backend(Protocol):
         """Decoder layers of the model."""
         ...
 
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Every site that this model has, in execution order."""
+        ...
+
     def capture(
         self,
         requests: Sequence[Request],

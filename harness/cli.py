@@ -300,9 +300,16 @@ def _requests(
     for site in sites:
         parse_site(site)
 
-    from tapcheck.models import as_requests, layer_count, load_config, require_vocabulary
+    from tapcheck.models import (
+        as_requests,
+        layer_count,
+        load_config,
+        require_vocabulary,
+        require_weights,
+    )
 
     config = load_config(model)
+    require_weights(model)
     parse_sites(sites, layer_count(config))
     requests = as_requests(model, prompts)
     require_vocabulary(model, config, requests)

@@ -31,8 +31,8 @@ from tapcheck.models import (
 from tapcheck.request import Request
 from tapcheck.rowstore import RowStore
 from tapcheck.runs import Plan, assemble, check_requests, finished, make_plan, prompt_to_run
-from tapcheck.sites import Site, all_sites
-from tapcheck.taps import attach, plan_taps
+from tapcheck.sites import Site
+from tapcheck.taps import attach, plan_taps, tappable_sites
 
 _LOGITS = Site("logits")
 _PROBE_TOKENS = 8
@@ -107,13 +107,7 @@ class HFBackend:
     def sites(self) -> tuple[Site, ...]:
         """Every site that this model has, in execution order."""
         _, contracts, final_norm = self._readings
-
-        def has(site: Site) -> bool:
-            if site.layer is None:
-                return site.point != "final_norm" or final_norm is not None
-            return getattr(contracts[site.layer], site.point) is not None
-
-        return tuple(site for site in all_sites(self.num_layers) if has(site))
+        return tappable_sites(self.num_layers, contracts, final_norm)
 
     @functools.cached_property
     def _readings(self) -> tuple[Anatomy, tuple[LayerContract | None, ...], Source | None]:

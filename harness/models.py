@@ -50,24 +50,26 @@ def _require_on_hub(name: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """An error's message, cut to one line; its class where it has none."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """An error's message, cut to one line (two, when a colon ends it); its class without one."""
+    first, _, rest = str(error).strip().partition("\n")
+    if first.endswith(":"):
+        first = f"{first} {rest.strip().partition(chr(10))[0]}".strip()
+    return first or type(error).__name__
 
 
 def require_tappable(model: str | Path) -> None:
     """Raise ModelError or SiteError for what shows to be wrong before any weight is read.
 
-    A config that gives no decoder-only model of a known structure; a folder without weights, or
-    with a damaged file of them.
+    A config that gives no decoder-only model of a known structure, or what `require_weights`
+    refuses.
     """
     import torch
-    from safetensors import SafetensorError, safe_open
     from transformers import AutoModelForCausalLM
 
     from tapcheck.anatomy import find_anatomy
 
     config = load_config(model)
+    require_weights(model)
     auto: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):
@@ -75,6 +77,12 @@ def require_tappable(model: str | Path) -> None:
     except Exception as error:  # whatever a config makes a model's constructor raise
         raise ModelError(f"Transformers can't build {str(model)!r}: {first_line(error)}") from None
     find_anatomy(skeleton, layer_count(config), skeleton.get_input_embeddings())
+
+
+def require_weights(model: str | Path) -> None:
+    """Raise ModelError for a folder without weights, or with a truncated file of them."""
+    from safetensors import SafetensorError, safe_open
+
     folder = Path(model)
     if not folder.is_dir():
         return

