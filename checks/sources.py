@@ -11,7 +11,7 @@ from typing import Any
 
 # Everything that captures or judges; the command line does neither.
 PACKAGES = ("tapcheck", "tapcheck.vllm", "tapcheck.checks")
-NOT_JUDGING = ("__main__.py", "cli.py")
+NOT_JUDGING = ("__main__.py", "cli.py", "results.py", "terminal.py")
 
 
 def source_hash(function: Callable[..., Any]) -> str:

@@ -9,14 +9,18 @@ from types import FrameType
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    # As an exception, so that the engines' processes are ended first.
-    signal.signal(signal.SIGTERM, _end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
     from tapcheck.cli import run
 
     sys.exit(run(sys.argv[1:]))
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
+    """Unwind, so that engines and their processes are ended.
+
+    Not by KeyboardInterrupt: vLLM swallows that one while its engine core starts.
+    """
     sys.exit(128 + number)
 
 

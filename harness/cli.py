@@ -85,6 +85,9 @@ def run(arguments: Sequence[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         err.print("tapcheck: interrupted")
         return 130
+    except SystemExit as ended:  # a signal's, from __main__.py
+        err.print("tapcheck: interrupted")
+        return ended.code if isinstance(ended.code, int) else 2
     except Exception:
         # Not 1: that would say that a check failed.
         traceback.print_exc()
@@ -144,13 +147,15 @@ def check(
     rtol = TINY_RTOL if not models and dtype is DtypeName.float32 else None
     jobs = plan_jobs(_models_to_check(models or []), dtype.value, chosen, rtol)
     output = log or new_log()
-    row = _judge(jobs, environment, output)
+    try:
+        row = _judge(jobs, environment, output)
+    except BaseException:
+        err.print(f"the engines' own output is in {output}")
+        raise
     recorded = None if record is None else write_row(row, record)
     summary = check_summary(row)
     write_json(json_file, summary)
-    print_verdict(summary)
-    if recorded is not None:
-        out.print(f"recorded in {recorded}")
+    print_verdict(summary, recorded)
     if row.verdict != "pass":
         err.print(f"the engines' own output is in {output}")
         return 1

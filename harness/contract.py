@@ -31,6 +31,10 @@ from tapcheck.errors import SiteError
 _PART_OF_SMALLEST = 0.2
 _ROUNDINGS_OF_LARGEST = 2.0
 
+# Gemma multiplies its embedding by the root of its width, after it: starting low keeps what is
+# added later above the rounding of the stream.
+_EMBEDDING_STD = 1 / 16
+
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -108,8 +112,8 @@ def observe(anatomy: Anatomy, run_forward: Callable[[], object]) -> Probe:
     handles = []
     seeds = itertools.count()  # no two alike, and the same on every rank
 
-    def replace(_module: nn.Module, _args: object, output: Any) -> Any:
-        return _noise(output, next(seeds))
+    def replace(module: nn.Module, _args: object, output: Any) -> Any:
+        return _noise(output, next(seeds), _EMBEDDING_STD if module is anatomy.embed else 1.0)
 
     kinds: dict[nn.Module, str] = dict.fromkeys(anatomy.norms, "norm")
     for parts in filter(None, anatomy.layers):
@@ -147,14 +151,18 @@ def _copies(tensors: Tensors) -> Tensors:
     return tuple(tensor.detach().clone() for tensor in tensors)
 
 
-def _noise(output: Any, seed: int) -> Any:
-    """`output` with its first tensor replaced by standard normal numbers."""
+def _noise(output: Any, seed: int, std: float) -> Any:
+    """`output` with its first tensor replaced by normal numbers, from row to row larger.
+
+    A norm after rows of one size, and of the size that it gives them, would go unnoticed.
+    """
     if isinstance(output, tuple | list) and output:
-        return (_noise(output[0], seed), *output[1:])
+        return (_noise(output[0], seed, std), *output[1:])
     if not isinstance(output, torch.Tensor):
         return output
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(output.shape, generator=generator, dtype=torch.float32)
+    noise *= torch.linspace(std, 4 * std, output.shape[-2])[:, None]
     return noise.to(output.dtype).to(output.device)
 
 

@@ -138,8 +138,8 @@ def _why_it_failed(result: CheckResult) -> Iterator[str]:
         yield f"{condition.metric} is {value}, must be {condition.op} {condition.limit}"
 
 
-def print_verdict(summary: Mapping[str, Any]) -> None:
-    """The last lines of `tapcheck check`, from what its JSON says."""
+def print_verdict(summary: Mapping[str, Any], recorded: Path | None) -> None:
+    """The last lines of `tapcheck check`, from what its JSON says and where its row is."""
     worst = summary["worst_relative_error"]
     error = "not a number" if worst is None else f"{worst:.2g}"
     out.print(f"\nverdict: {summary['verdict']}", style=f"bold {style(summary['verdict'])}")
@@ -147,6 +147,8 @@ def print_verdict(summary: Mapping[str, Any]) -> None:
         f"{summary['rows_compared']:,} of {summary['rows_due']:,} rows compared, worst relative "
         f"error {error}, {summary['seconds']:.0f} s"
     )
+    if recorded is not None:
+        out.print(f"recorded in {recorded}")
 
 
 def quiet_libraries() -> None:

@@ -209,6 +209,26 @@ def test_a_term_that_vanishes_in_the_stream_is_still_found(quiet: str, dtype: to
         assert contract.resid_post.terms == 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 64.0], ids=["", "scaled embedding"])
+@pytest.mark.parametrize("weight", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("make", [tiny.Sandwich, tiny.FusedSandwich, tiny.PostNorm])
+def test_a_norm_after_a_sublayer_is_noticed_whatever_its_weights(
+    make: Callable[[], tiny.Layer], weight: float, scale: float, dtype: torch.dtype
+) -> None:
+    model = decoder(make, dtype)
+    model.embedding_scale = scale
+    for module in model.modules():
+        if isinstance(module, tiny.Norm):
+            module.weight.fill_(weight)
+    for contract, layer in zip(contracts_of(model), model.layers, strict=True):
+        assert contract is not None
+        assert contract.attn_out is not None
+        assert contract.mlp_out is not None
+        assert contract.attn_out.module is layer.post_attention_layernorm
+        assert contract.mlp_out.module is layer.post_feedforward_layernorm
+
+
 def test_no_two_terms_of_the_probe_are_alike() -> None:
     model = decoder(tiny.Layer)
     anatomy = find_anatomy(model, LAYERS, model.embed)

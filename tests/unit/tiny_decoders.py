@@ -267,6 +267,8 @@ class FinishedBesideZeros(Layer):
 class Decoder(nn.Module):
     """`layers` as given, between an embedding and a final norm."""
 
+    embedding_scale = 1.0
+
     def __init__(self, layers: list[Any], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, WIDTH)
@@ -275,7 +277,7 @@ class Decoder(nn.Module):
         self.to(dtype)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        h, residual = self.embed(tokens), None
+        h, residual = self.embed(tokens) * self.embedding_scale, None
         for layer in self.layers:
             out = layer(torch.arange(len(tokens)), h, residual) if layer.fused else layer(h)
             h, residual = out[:2] if layer.fused else (stream(out), None)
