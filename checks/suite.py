@@ -33,6 +33,7 @@ from tapcheck.vllm.backend import VLLMBackend
 # Eight concurrent requests of different lengths, so that they join, decode and leave together.
 PROMPT_LENGTHS = (1, 2, 5, 9, 16, 23, 33, 48)
 NEW_TOKENS = 12
+_MODEL_LEN = 512  # more than any of them needs
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,11 @@ def run_job(job: Job) -> Finding:
     if job.topology is None:
         return Finding((check_the_checker(_reference(job)),), (), {})
     reference = _reference(job)
-    requests = make_requests(int(load_config(job.path).get_text_config().vocab_size))
+    requests = make_requests(reference.vocabulary_size)
     sites = reference.sites
-    with VLLMBackend(job.path, dtype=job.dtype, in_process=job.topology == "in_process") as engine:
+    in_process = job.topology == "in_process"
+    limits = _engine_limits(job)
+    with VLLMBackend(job.path, dtype=job.dtype, in_process=in_process, **limits) as engine:
         actual = engine.capture(requests, sites, max_new_tokens=NEW_TOKENS)
     expected = reference.capture(actual.requests, sites)
     results = tuple(judge_engine(job, requests, actual, expected))
@@ -66,6 +69,15 @@ def _loaded(path: str, dtype: str, device: str) -> HFBackend:
 def _reference(job: Job) -> HFBackend:
     """The Transformers model of a job; jobs of one model follow each other and share it."""
     return _loaded(job.path, job.dtype, job.device)
+
+
+def _engine_limits(job: Job) -> dict[str, int | float]:
+    """Engine arguments that keep a long-context model small, and room for Transformers' copy."""
+    longest = getattr(load_config(job.path).get_text_config(), "max_position_embeddings", None)
+    limits: dict[str, int | float] = {"max_model_len": min(longest or _MODEL_LEN, _MODEL_LEN)}
+    if job.device == "cuda":
+        limits["gpu_memory_utilization"] = 0.5
+    return limits
 
 
 def make_requests(vocabulary: int) -> list[Request]:

@@ -118,7 +118,9 @@ def test_an_unforeseen_error_does_not_look_like_a_failed_check(
 
 @pytest.fixture
 def _handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Signals raise KeyboardInterrupt until the command changes that; back to what was, then."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -96,7 +96,7 @@ def test_text_is_encoded_by_the_models_own_tokenizer(
         ([*IDS, *HF, "--select", "yes"], "yes is a YAML boolean"),
         ([*IDS, *HF, "--no-in-process"], "are settings of --backend vllm"),
         ([*IDS, *HF, "--no-enforce-eager"], "are settings of --backend vllm"),
-        ([*IDS, *HF, "--max-new-tokens", "0"], "'--max-new-tokens': 0 is not in the range"),
+        ([*IDS, *HF, "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
         ([*IDS, *SITE, *TO, "--backend", "jax"], "'jax' is not one of 'hf', 'vllm'"),
         ([*IDS, "--backend", "hf", *SITE, "-o", "no/out"], "'-o': there is no folder 'no'"),
     ],

