@@ -102,9 +102,10 @@ def render_markdown(rows: Iterable[MatrixRow], current_hashes: Mapping[str, str]
     return "\n\n".join(parts) + "\n"
 
 
-def render_row(row: MatrixRow, current_hashes: Mapping[str, str]) -> str:
-    """One row as Markdown: what ran, where, and every check."""
-    return _section_text(_section(row, current_hashes)) + "\n"
+def render_row(row: MatrixRow) -> str:
+    """One row of the matrix as it is right after its run, a line for each column."""
+    hashes = {check.name: check.source_hash for check in row.checks}
+    return tabulate(_section(row, hashes).summary.items(), tablefmt="plain") + "\n"
 
 
 def _section_text(section: _Section) -> str:

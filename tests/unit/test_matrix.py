@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,6 +17,7 @@ from tapcheck.compatibility.matrix import (
     render_html,
     render_json,
     render_markdown,
+    render_row,
     shown_verdict,
 )
 from tapcheck.compatibility.rows import MatrixRow
@@ -238,3 +240,11 @@ def test_a_long_difference_is_cut(tmp_path: Path) -> None:
     message = check_page(path, "new\n" * 500) or ""
     assert len(message.splitlines()) == 42
     assert message.endswith("more lines")
+
+
+def test_a_row_on_a_terminal_is_its_line_of_the_page_with_a_line_for_each_column() -> None:
+    (line,) = table(render_markdown([ROW], HASHES), "## Recorded runs")
+    shown = dict(re.split(" {2,}", text, maxsplit=1) for text in render_row(ROW).splitlines())
+    assert shown == line
+    assert shown["verdict"] == "pass"
+    assert re.search(r"^verdict +fail$", render_row(FAILED), re.MULTILINE)
