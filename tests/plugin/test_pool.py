@@ -209,6 +209,8 @@ def live_bytes() -> int:
 
 @pytest.mark.engine
 def test_memory_is_given_back(engine_pool: EnginePool, model_zoo: Callable[[str], Path]) -> None:
+    # vLLM itself keeps a few small tensors of the engine that was closed last.
+    engine_pool.acquire(model_zoo("llama"))
     engine_pool.close()
     before = live_bytes()
     for name in ("llama", "gpt2", "llama"):
