@@ -54,15 +54,8 @@ class VLLMBackend:
         **engine_args: Any,
     ) -> None:
         arguments = engine_arguments(model, dtype, in_process, engine_args)
-        from vllm import LLM
-
-        try:
-            with engine_environment(in_process):
-                llm = LLM(**arguments)
-        except (ValueError, TypeError) as error:
-            reason = _first_line(error)
-            raise EngineError(f"vLLM refused to start {str(model)!r}: {reason}") from error
-        self._use(llm, str(model), dtype, in_process)
+        # No local variable for the engine: an exception that vLLM logs keeps this frame alive.
+        self._use(_start(arguments, in_process), str(model), dtype, in_process)
 
     @classmethod
     def attach(cls, llm: Any) -> VLLMBackend:
@@ -191,6 +184,17 @@ class VLLMBackend:
         _traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _start(arguments: dict[str, Any], in_process: bool) -> Any:
+    from vllm import LLM
+
+    try:
+        with engine_environment(in_process):
+            return LLM(**arguments)
+    except Exception as error:
+        model, reason = arguments["model"], _first_line(error)
+        raise EngineError(f"vLLM did not start {model!r}: {reason}") from error
 
 
 def read_batches(replies: Sequence[RowBatch | bytes | str]) -> RowBatch:

@@ -107,5 +107,6 @@ def release_engine_memory() -> None:
     """Give back what an engine in this process held: distributed state, caches, garbage."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    gc.unfreeze()  # a starting engine freezes all objects, and frozen garbage is never collected
     gc.collect()
     cleanup_dist_env_and_memory()

@@ -59,9 +59,8 @@ def start_llm(engine_pool: EnginePool, llama: Path) -> Iterator[Callable[..., An
         from vllm import LLM
 
         with engine_environment(in_process=True):
-            llm = LLM(str(llama), dtype="float32", skip_tokenizer_init=True, **arguments)
-        started.append(llm)
-        return llm
+            started.append(LLM(str(llama), dtype="float32", skip_tokenizer_init=True, **arguments))
+        return started[-1]
 
     yield start
     for llm in started:
