@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,10 +28,15 @@ class Plan:
     sites: tuple[Site, ...]
     selectors: tuple[Selector, ...]
 
-    @property
-    def site_names(self) -> list[str]:
-        """The sites as text, as they cross the process boundary."""
-        return [str(site) for site in self.sites]
+    def install_arguments(self, num_layers: int) -> str:
+        """What a worker needs to install taps for this plan, as JSON."""
+        return json.dumps(
+            {
+                "sites": [str(site) for site in self.sites],
+                "select": self.select,
+                "num_layers": num_layers,
+            }
+        )
 
     @property
     def select(self) -> list[str]:

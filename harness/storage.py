@@ -117,7 +117,10 @@ def _without_overlap(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
 def _write_whole(tensors: dict[str, torch.Tensor], header: dict[str, str], path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # by the umask; safetensors would leave the owner's only
         save_file(tensors, temporary, metadata=header)
+        temporary.chmod(mode)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -123,12 +123,8 @@ class AsyncVLLMBackend:
             await self._idle.wait_for(lambda: plan == self._installed or not self._in_flight)
             if plan != self._installed:
                 self._installed = None
-                arguments = {
-                    "sites": plan.site_names,
-                    "select": plan.select,
-                    "num_layers": self.num_layers,
-                }
-                for reply in await self._call("tapcheck_install", json.dumps(arguments)):
+                arguments = plan.install_arguments(self.num_layers)
+                for reply in await self._call("tapcheck_install", arguments):
                     decode(reply)
                 self._installed = plan
             self._in_flight += 1

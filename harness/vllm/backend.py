@@ -135,12 +135,7 @@ class VLLMBackend:
         if plan == self._installed:
             return
         self._installed = None
-        arguments = {
-            "sites": plan.site_names,
-            "select": plan.select,
-            "num_layers": self.num_layers,
-        }
-        for reply in self._call("tapcheck_install", json.dumps(arguments)):
+        for reply in self._call("tapcheck_install", plan.install_arguments(self.num_layers)):
             decode(reply)
         self._installed = plan
 

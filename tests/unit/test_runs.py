@@ -160,9 +160,9 @@ def test_a_selector_that_a_request_can_t_meet_is_an_error_that_names_the_request
 
 def test_a_plan_orders_its_sites_and_prints_its_selectors() -> None:
     made = make_plan(["resid_post.1", "embed", "residual_stream.0"], [5, "prompt[-1]"], 2)
-    assert made.site_names == ["embed", "resid_post.0", "resid_post.1"]
+    assert list(map(str, made.sites)) == ["embed", "resid_post.0", "resid_post.1"]
     assert made.select == ["5", "prompt[-1]"]
-    assert make_plan(made.site_names, made.select, 2) == made
+    assert make_plan(made.sites, made.select, 2) == made
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 from strategies import captures
+from synthetic import synthetic_capture
 
 from tapcheck.capture import COLUMN_NAMES, VALUE_DTYPES, Capture, Columns, SiteRows
 from tapcheck.errors import CaptureFileError
@@ -273,3 +274,10 @@ def test_an_inconsistent_file_is_refused_with_the_reason(
     with pytest.raises(CaptureFileError, match=reason) as caught:
         load_capture(path)
     assert str(path) in str(caught.value)
+
+
+def test_the_file_s_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
+    save_capture(synthetic_capture(torch.float32), tmp_path / "capture.safetensors")
+    (tmp_path / "other").touch()
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1
