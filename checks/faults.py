@@ -147,6 +147,16 @@ def scaled(capture: Capture) -> Capture:
 
 
 @_fault
+def narrowed_dtype(capture: Capture) -> Capture:
+    """One float32 site went through bfloat16 on its way."""
+    site, _ = _some_row(capture, "narrowed_dtype")
+    rows = capture.rows[site]
+    if rows.values.dtype != torch.float32:
+        raise _lacks("narrowed_dtype", "a float32 site: the others have no narrower dtype to lose")
+    return _with(capture, {site: SiteRows(rows.columns, rows.values.bfloat16())})
+
+
+@_fault
 def stale_row(capture: Capture) -> Capture:
     """The last row of one request at one site still holds the position before it."""
     for site in (_some_row(capture, "stale_row")[0], *capture.sites):

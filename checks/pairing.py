@@ -12,7 +12,7 @@ from tapcheck.capture import IntArray, SiteRows
 from tapcheck.checks.comparison import RowDifference, SiteSummary
 from tapcheck.checks.ledger import RowBook
 from tapcheck.checks.numerics import FloatArray, RowMetrics, row_metrics
-from tapcheck.checks.tolerances import coarser, default_rtol, dtype_name
+from tapcheck.checks.tolerances import default_rtol, dtype_name
 from tapcheck.sites import Site
 
 
@@ -65,7 +65,8 @@ class Pairs:
     def judge(self, rtol: float | None) -> tuple[SiteSummary, RowMetrics]:
         """The site's summary, and the metrics of its pairs: none where the widths differ."""
         mine, theirs = self.actual.values, self.expected.values
-        limit = default_rtol(coarser(mine.dtype, theirs.dtype)) if rtol is None else rtol
+        # Not the coarser of the two: a capture that lost precision must not loosen its own judge.
+        limit = default_rtol(theirs.dtype) if rtol is None else rtol
         comparable = mine.shape[1] == theirs.shape[1] > 0
         metrics = RowMetrics.concatenate([])
         if comparable:

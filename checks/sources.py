@@ -9,8 +9,9 @@ from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
-# Everything that captures or judges; the command line does neither.
+# Everything that captures or judges, and the models that are judged; the command line does neither.
 PACKAGES = ("tapcheck", "tapcheck.vllm", "tapcheck.checks")
+MODELS = ("tapcheck.fixtures", "zoo.py")
 NOT_JUDGING = ("__main__.py", "cli.py", "results.py", "terminal.py")
 
 
@@ -37,6 +38,9 @@ def _modules() -> dict[str, bytes]:
             if path.name.endswith(".py") and path.name not in NOT_JUDGING:
                 name = f"{package}.{path.name.removesuffix('.py')}".removesuffix(".__init__")
                 sources[name] = _normalised(path.read_text(encoding="utf-8"))
+    package, file = MODELS
+    text = (resources.files(package) / file).read_text(encoding="utf-8")
+    sources[f"{package}.{file.removesuffix('.py')}"] = _normalised(text)
     return sources
 
 

@@ -35,11 +35,6 @@ def default_rtol(dtype: torch.dtype) -> float:
     return RTOL[dtype]
 
 
-def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """The dtype that rounds more coarsely: it bounds how well values of the two can agree."""
-    return one if torch.finfo(one).eps >= torch.finfo(other).eps else other
-
-
 def check_rtol(rtol: float) -> float:
     """Return `rtol`; raises ToleranceError unless it is a number from 0 up to, but not, 1."""
     valid = isinstance(rtol, (int, float)) and not isinstance(rtol, bool)

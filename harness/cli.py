@@ -56,10 +56,6 @@ _PAGE = Path("docs/compatibility.md")
 # Click's UsageError: typer brings its own copy of click from 0.26 on, and exports only this child.
 _UsageError: Any = typer.BadParameter.__base__
 
-TINY_CHECKED = ("llama", "gpt2", "qwen2")
-# Four layers lose less than the deep trained models behind the fixed tolerances: 3e-6 was measured.
-TINY_RTOL = 1e-5
-
 
 BackendName = Enum("BackendName", {"hf": "hf", "vllm": "vllm"})
 DeviceName = Enum("DeviceName", {"auto": "auto", "cpu": "cpu", "cuda": "cuda"})
@@ -135,7 +131,7 @@ def check(
     json_file: JsonOption = None,
 ) -> int:
     """Judge vLLM's activations against Transformers', row by row."""
-    from tapcheck.checks.jobs import plan_jobs
+    from tapcheck.checks.jobs import TINY_RTOL, plan_jobs
     from tapcheck.compatibility.environment import collect_environment
     from tapcheck.compatibility.rows import write_row
 
@@ -207,9 +203,10 @@ def _models_to_check(models: Sequence[str]) -> dict[str, str]:
     from tapcheck.models import require_tappable
 
     if not models:
+        from tapcheck.checks.jobs import TINY_MODELS_JUDGED
         from tapcheck.fixtures.zoo import build_tiny_model
 
-        return {f"tiny-{name}": str(build_tiny_model(name)) for name in TINY_CHECKED}
+        return {f"tiny-{name}": str(build_tiny_model(name)) for name in TINY_MODELS_JUDGED}
     named: dict[str, str] = {}
     for model in models:
         require_tappable(model)

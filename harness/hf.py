@@ -6,6 +6,7 @@ import functools
 import gc
 import inspect
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -62,6 +63,7 @@ class HFBackend:
         if batch_size < 1:
             raise CaptureError(f"batch_size is {batch_size}: at least 1 request runs at a time")
         self._batch_size = batch_size
+        self._one_at_a_time = threading.Lock()  # hooks of two captures would take each other's rows
         self._loaded: Any = self._load()
 
     def _load(self) -> Any:
@@ -141,11 +143,11 @@ class HFBackend:
         check_requests(requests, max_new_tokens)
         require_vocabulary(self._model_name, self._config, requests)
         plan = make_plan(sites, select, self.num_layers)
-        taps = self._taps(plan)
         store = RowStore(plan.sites, plan.selectors)
         done: dict[int, Request] = {}
         steps = itertools.count()
-        with torch.inference_mode():
+        with self._one_at_a_time, torch.inference_mode():
+            taps = self._taps(plan)
             for indexes in self._batches(requests):
                 batch = _Batch(model, [requests[i] for i in indexes], indexes, store, steps)
                 for index, request in zip(indexes, batch.run(taps, max_new_tokens), strict=True):
@@ -258,7 +260,10 @@ class _Batch:
         finally:
             for handle in handles:
                 handle.remove()
-        return [finished(r, ids) for r, ids in zip(self._requests, generated, strict=True)]
+        return [
+            finished(request, tokens, max_new_tokens)
+            for request, tokens in zip(self._requests, generated, strict=True)
+        ]
 
     def _forward_arguments(self) -> dict[str, Any]:
         arguments = {

@@ -65,15 +65,25 @@ def tokens_to_generate(request: Request, max_new_tokens: int) -> int:
     return 1 if request.generated_token_ids else max_new_tokens
 
 
-def finished(request: Request, generated: Sequence[int]) -> Request:
-    """The request with what was generated for it; a teacher-forced one stays as it was."""
+def finished(request: Request, generated: Sequence[int], max_new_tokens: int) -> Request:
+    """The request with what was generated for it; a teacher-forced one stays as it was.
+
+    Raises CaptureError when that is not exactly `max_new_tokens` tokens.
+    """
     if request.generated_token_ids:
         return request
+    if len(generated) != max_new_tokens:
+        raise CaptureError(
+            f"request {request.id!r} ended after {len(generated)} generated tokens, but "
+            f"{max_new_tokens} were asked for. Nothing was returned"
+        )
     return replace(request, generated_token_ids=tuple(generated))
 
 
-def check_requests(requests: Sequence[Request], max_new_tokens: int) -> None:
-    """Raise CaptureError for requests that can't be run or told apart."""
+def check_requests(
+    requests: Sequence[Request], max_new_tokens: int, max_model_len: int | None = None
+) -> None:
+    """Raise CaptureError for requests that can't be run, don't fit, or can't be told apart."""
     if not requests:
         raise CaptureError("no request was given: give at least one prompt")
     if max_new_tokens < 1:
@@ -89,6 +99,12 @@ def check_requests(requests: Sequence[Request], max_new_tokens: int) -> None:
                 f"request id {request.id!r} stands for two requests: ids must differ"
             )
         seen.add(request.id)
+        length = len(prompt_to_run(request)) + tokens_to_generate(request, max_new_tokens)
+        if max_model_len is not None and length > max_model_len:
+            raise CaptureError(
+                f"request {request.id!r} needs {length} positions, but the engine was started with "
+                f"max_model_len={max_model_len}: start it with more, or ask for fewer tokens"
+            )
 
 
 def assemble(

@@ -198,5 +198,7 @@ def live_settings(worker: Any) -> dict[str, Any]:
         "enable_chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "max_num_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
+        "data_parallel_size": int(parallel.data_parallel_size),
+        "max_model_len": int(config.model_config.max_model_len),
         "speculative": config.speculative_config is not None,
     }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from tapcheck.capture import Capture
 from tapcheck.errors import EngineError
@@ -25,19 +25,20 @@ from tapcheck.runs import (
     tokens_to_generate,
 )
 from tapcheck.sites import Site
-from tapcheck.transport import RowBatch
 from tapcheck.vllm.backend import read_batches, unreachable
 from tapcheck.vllm.engine import capture_metadata, engine_arguments, engine_environment
-from tapcheck.vllm.protocol import decode
+from tapcheck.vllm.protocol import decode, first_line
 from tapcheck.vllm.sampling import greedy
+
+T = TypeVar("T")
 
 
 class AsyncVLLMBackend:
     """Captures inside vLLM's `AsyncLLM`, whose engine core always runs in a subprocess.
 
     Any number of `capture` calls may run at once on one event loop; those that ask for other
-    sites or selectors than the ones in flight wait for them. Start it with
-    `await AsyncVLLMBackend.start(model)`.
+    sites or selectors than the ones in flight wait for them, and those asked for later wait
+    behind. Start it with `await AsyncVLLMBackend.start(model)`.
     """
 
     name = "vllm"
@@ -50,7 +51,9 @@ class AsyncVLLMBackend:
         self._keys = owner_keys()
         self._installed: Plan | None = None
         self._in_flight = 0
-        self._idle = asyncio.Condition()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._turn = asyncio.Lock()
         self._drains = asyncio.Lock()
 
     @classmethod
@@ -62,10 +65,14 @@ class AsyncVLLMBackend:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        with engine_environment(in_process=False):
-            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         try:
-            settings = decode((await engine.collective_rpc("tapcheck_describe"))[0])
+            with engine_environment(in_process=False):
+                engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except Exception as error:
+            reason = first_line(error)
+            raise EngineError(f"vLLM did not start {str(model)!r}: {reason}") from error
+        try:
+            settings = decode((await _ask(engine, "tapcheck_describe"))[0])
             return cls(engine, str(model), capture_metadata(str(model), dtype, False, settings))
         except BaseException:
             engine.shutdown()
@@ -88,25 +95,24 @@ class AsyncVLLMBackend:
 
         Request ids need to be unique within one call only.
         """
-        check_requests(requests, max_new_tokens)
+        check_requests(requests, max_new_tokens, self.metadata["engine"]["max_model_len"])
         require_vocabulary(self._model, self._config, requests)
         plan = make_plan(sites, select, self.num_layers)
+        metadata = {**self.metadata, "select": plan.select, "max_new_tokens": max_new_tokens}
         owners = {next(self._keys): request for request in requests}
         async with self._tapped(plan):
             try:
-                generated = await asyncio.gather(
-                    *(self._generate(o, r, max_new_tokens) for o, r in owners.items())
+                generated = await _all_or_none(
+                    self._generate(o, r, max_new_tokens) for o, r in owners.items()
                 )
                 runs = {
-                    owner: finished(request, tokens)
+                    owner: finished(request, tokens, max_new_tokens)
                     for (owner, request), tokens in zip(owners.items(), generated, strict=True)
                 }
-                batch = await self._drain({o: run.seen_length for o, run in runs.items()})
+                return await self._collect(runs, plan, metadata)
             except BaseException:
-                await self._call("tapcheck_discard", json.dumps(list(owners)))
+                await _to_the_end(self._discard(list(owners)))
                 raise
-        metadata = {**self.metadata, "select": plan.select, "max_new_tokens": max_new_tokens}
-        return assemble(runs, plan, batch, metadata)
 
     async def _generate(self, owner: str, request: Request, max_new_tokens: int) -> list[int]:
         prompt = {"prompt_token_ids": list(prompt_to_run(request))}
@@ -119,38 +125,45 @@ class AsyncVLLMBackend:
     @contextlib.asynccontextmanager
     async def _tapped(self, plan: Plan) -> AsyncIterator[None]:
         """Hold the engine tapped by `plan`: installed anew when no capture is in flight."""
-        async with self._idle:
-            await self._idle.wait_for(lambda: plan == self._installed or not self._in_flight)
+        # The lock is first come, first served, and held while waiting for the engine to be idle:
+        # so captures of the installed plan can't keep one of another plan waiting for ever.
+        async with self._turn:
             if plan != self._installed:
+                await self._idle.wait()
                 self._installed = None
                 arguments = plan.install_arguments(self.num_layers)
                 for reply in await self._call("tapcheck_install", arguments):
                     decode(reply)
                 self._installed = plan
             self._in_flight += 1
+            self._idle.clear()
         try:
             yield
         finally:
-            async with self._idle:
-                self._in_flight -= 1
-                self._idle.notify_all()
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
 
-    async def _drain(self, lengths: Mapping[str, int]) -> RowBatch:
-        async with self._drains:
-            try:
-                return read_batches(await self._call("tapcheck_drain_packed", json.dumps(lengths)))
-            except BaseException:
-                self._installed = None  # a broken tap is installed anew by the next capture
-                raise
+    async def _collect(
+        self, runs: Mapping[str, Request], plan: Plan, metadata: Mapping[str, Any]
+    ) -> Capture:
+        lengths = {owner: run.seen_length for owner, run in runs.items()}
+        try:
+            async with self._drains:
+                replies = await self._call("tapcheck_drain_packed", json.dumps(lengths))
+            return assemble(runs, plan, read_batches(replies), metadata)
+        except Exception:
+            self._installed = None  # broken or replaced taps: the next capture installs anew
+            raise
+
+    async def _discard(self, owners: list[str]) -> None:
+        with contextlib.suppress(EngineError):  # what led here is what the caller must see
+            await self._call("tapcheck_discard", json.dumps(owners))
 
     async def _call(self, method: str, argument: str) -> list[Any]:
         if self._engine is None:
             raise EngineError("this backend was closed: make a new one")
-        try:
-            replies: list[Any] = await self._engine.collective_rpc(method, args=(argument,))
-        except Exception as error:
-            raise EngineError(unreachable(error)) from error
-        return replies
+        return await _ask(self._engine, method, argument)
 
     def close(self) -> None:
         """End the engine's processes."""
@@ -168,3 +181,34 @@ class AsyncVLLMBackend:
         _traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+async def _ask(engine: Any, method: str, *arguments: str) -> list[Any]:
+    try:
+        replies: list[Any] = await engine.collective_rpc(method, args=arguments)
+    except Exception as error:
+        raise EngineError(unreachable(error)) from error
+    return replies
+
+
+async def _all_or_none(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Every result, in order; after an error or a cancellation nothing runs on behind it."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        return [task.result() for task in tasks]
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await _to_the_end(asyncio.gather(*tasks, return_exceptions=True))
+        raise
+
+
+async def _to_the_end(work: Awaitable[object]) -> None:
+    """Await `work` until it is done, even if the caller is cancelled (again) meanwhile."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -29,8 +31,9 @@ from tapcheck.vllm.engine import (
     engine_arguments,
     engine_environment,
     release_engine_memory,
+    require_tested_vllm,
 )
-from tapcheck.vllm.protocol import decode
+from tapcheck.vllm.protocol import decode, first_line
 from tapcheck.vllm.sampling import greedy
 
 
@@ -44,6 +47,9 @@ class VLLMBackend:
     """
 
     name = "vllm"
+    _llm: Any = None
+    _owns_engine = True
+    _in_process = False
 
     def __init__(
         self,
@@ -55,7 +61,11 @@ class VLLMBackend:
     ) -> None:
         arguments = engine_arguments(model, dtype, in_process, engine_args)
         # No local variable for the engine: an exception that vLLM logs keeps this frame alive.
-        self._use(_start(arguments, in_process), str(model), dtype, in_process)
+        try:
+            self._use(_start(arguments, in_process), str(model), dtype, in_process)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def attach(cls, llm: Any) -> VLLMBackend:
@@ -65,6 +75,7 @@ class VLLMBackend:
         "tapcheck.vllm.worker.TapcheckWorkerExtension", or with TAPCHECK_ATTACH=1 in the
         environment, and with enforce_eager=True.
         """
+        require_tested_vllm()
         backend = cls.__new__(cls)
         config = llm.llm_engine.vllm_config.model_config
         in_process = type(llm.llm_engine.engine_core).__name__ == "InprocClient"
@@ -73,14 +84,16 @@ class VLLMBackend:
         return backend
 
     def _use(self, llm: Any, model: str, dtype: str, in_process: bool) -> None:
-        self._llm: Any = llm
-        self._owns_engine = True
+        self._llm = llm
         self._in_process = in_process
+        self._one_at_a_time = threading.Lock()
         self._keys = owner_keys()
         self._installed: Plan | None = None
         self._model = model
         self._config = load_config(model)
         settings = decode(self._call("tapcheck_describe")[0])
+        # With more ranks the workers are processes of their own, wherever the core is.
+        self._by_reference = in_process and settings["tensor_parallel_size"] == 1
         self.metadata: Mapping[str, Any] = capture_metadata(model, dtype, in_process, settings)
 
     @property
@@ -106,30 +119,50 @@ class VLLMBackend:
 
         See `Backend.capture`. Raises CaptureError rather than return a capture with a gap.
         """
-        check_requests(requests, max_new_tokens)
+        check_requests(requests, max_new_tokens, self.metadata["engine"]["max_model_len"])
         require_vocabulary(self._model, self._config, requests)
         plan = make_plan(sites, select, self.num_layers)
-        self._install(plan)
         owners = [next(self._keys) for _ in requests]
-        try:
-            outputs = self._llm.generate(
-                [{"prompt_token_ids": list(prompt_to_run(request))} for request in requests],
-                [
-                    greedy(tokens_to_generate(request, max_new_tokens), owner)
-                    for request, owner in zip(requests, owners, strict=True)
-                ],
-                use_tqdm=False,
-            )
-        except BaseException:
+        with self._one_at_a_time:
+            try:
+                self._install(plan)
+                outputs = self._generate(requests, owners, max_new_tokens)
+                runs = {
+                    owner: finished(request, output.outputs[0].token_ids, max_new_tokens)
+                    for owner, request, output in zip(owners, requests, outputs, strict=True)
+                }
+                batch = self._drain({owner: run.seen_length for owner, run in runs.items()})
+                metadata = {**self.metadata, "select": plan.select}
+                metadata["max_new_tokens"] = max_new_tokens
+                return assemble(runs, plan, batch, metadata)
+            except BaseException:
+                self._clear_away(owners)
+                raise
+
+    def _generate(
+        self, requests: Sequence[Request], owners: Sequence[str], max_new_tokens: int
+    ) -> list[Any]:
+        outputs: list[Any] = self._llm.generate(
+            [{"prompt_token_ids": list(prompt_to_run(request))} for request in requests],
+            [
+                greedy(tokens_to_generate(request, max_new_tokens), owner)
+                for request, owner in zip(requests, owners, strict=True)
+            ],
+            use_tqdm=False,
+        )
+        return outputs
+
+    def _clear_away(self, owners: Sequence[str]) -> None:
+        """After a failure: leave no request running and no row held, and tap anew next time.
+
+        What can't be cleared away, as in an engine that is gone, must not hide the failure.
+        """
+        self._installed = None
+        with contextlib.suppress(Exception):
+            engine = self._llm.llm_engine
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        with contextlib.suppress(EngineError):
             self._call("tapcheck_discard", json.dumps(owners))
-            raise
-        runs = {
-            owner: finished(request, output.outputs[0].token_ids)
-            for owner, request, output in zip(owners, requests, outputs, strict=True)
-        }
-        lengths = {owner: run.seen_length for owner, run in runs.items()}
-        metadata = {**self.metadata, "select": plan.select, "max_new_tokens": max_new_tokens}
-        return assemble(runs, plan, self._drain(lengths), metadata)
 
     def _install(self, plan: Plan) -> None:
         if plan == self._installed:
@@ -140,12 +173,8 @@ class VLLMBackend:
         self._installed = plan
 
     def _drain(self, lengths: Mapping[str, int]) -> RowBatch:
-        method = "tapcheck_drain" if self._in_process else "tapcheck_drain_packed"
-        try:
-            return read_batches(self._call(method, json.dumps(lengths)))
-        except BaseException:
-            self._installed = None  # a broken tap is installed anew by the next capture
-            raise
+        method = "tapcheck_drain" if self._by_reference else "tapcheck_drain_packed"
+        return read_batches(self._call(method, json.dumps(lengths)))
 
     def _call(self, method: str, *arguments: str) -> list[Any]:
         if self._llm is None:
@@ -188,7 +217,7 @@ def _start(arguments: dict[str, Any], in_process: bool) -> Any:
         with engine_environment(in_process):
             return LLM(**arguments)
     except Exception as error:
-        model, reason = arguments["model"], _first_line(error)
+        model, reason = arguments["model"], first_line(error)
         raise EngineError(f"vLLM did not start {model!r}: {reason}") from error
 
 
@@ -206,13 +235,8 @@ def read_batches(replies: Sequence[RowBatch | bytes | str]) -> RowBatch:
 def unreachable(error: Exception) -> str:
     """What to say when an RPC fails: the extension is absent, or the engine is gone."""
     return (
-        f"the engine's workers did not answer tapcheck: {_first_line(error)}. If this is an engine "
+        f"the engine's workers did not answer tapcheck: {first_line(error)}. If this is an engine "
         "of your own, start it with worker_extension_cls="
         "'tapcheck.vllm.worker.TapcheckWorkerExtension' or with TAPCHECK_ATTACH=1; if it ran "
         "before, its process has ended: see its log above"
     )
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -29,8 +29,7 @@ def engine_arguments(
     Raises EngineError, ModelError, UnsupportedVersionError or KnownIssueError before anything is
     loaded.
     """
-    found = vllm_distribution()
-    require_supported_vllm(found[1] if found else None)
+    distribution, version = require_tested_vllm()
     if "worker_extension_cls" in engine_args:
         raise EngineError(
             "worker_extension_cls is how tapcheck reaches the worker: it can't be another one"
@@ -46,7 +45,6 @@ def engine_arguments(
         **engine_args,
         "worker_extension_cls": WORKER_EXTENSION,
     }
-    distribution, version = found if found else ("", "")
     refuse_known_bad(
         {
             "vllm": version,
@@ -67,6 +65,14 @@ def engine_arguments(
             "not merged. Start the engine with pipeline_parallel_size=1"
         )
     return arguments
+
+
+def require_tested_vllm() -> tuple[str, str]:
+    """vLLM's distribution and version; raises UnsupportedVersionError for an untested one."""
+    found = vllm_distribution()
+    require_supported_vllm(found[1] if found else None)
+    assert found is not None  # no vLLM is never supported
+    return found
 
 
 @contextlib.contextmanager

@@ -34,3 +34,9 @@ def decode(reply: str) -> Any:
         return answer["ok"]
     name = answer["error"]
     raise (getattr(errors, name) if name in errors.__all__ else EngineError)(answer["message"])
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its class name when it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

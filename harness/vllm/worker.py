@@ -198,8 +198,9 @@ def _refuse_untappable(worker: Any) -> None:
             "this engine decodes speculatively: rows of rejected draft tokens can't be told from "
             "accepted ones yet. Start it without speculative_config"
         )
-    if settings["pipeline_parallel_size"] > 1:
-        raise EngineError(
-            "this engine runs pipeline parallel, which hook mode can't merge yet. Start it with "
-            "pipeline_parallel_size=1"
-        )
+    for kind in ("pipeline", "data"):
+        if settings[f"{kind}_parallel_size"] > 1:
+            raise EngineError(
+                f"this engine runs {kind} parallel, which hook mode can't merge yet. Start it with "
+                f"{kind}_parallel_size=1"
+            )

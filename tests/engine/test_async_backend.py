@@ -12,7 +12,7 @@ import pytest
 from tapcheck.capture import Capture, join
 from tapcheck.checks import assert_captures_match
 from tapcheck.checks.ledger import compare_ledger
-from tapcheck.errors import CaptureError, SelectorError
+from tapcheck.errors import CaptureError, EngineError, SelectorError
 from tapcheck.fixtures.pool import EnginePool
 from tapcheck.request import Request
 from tapcheck.vllm.async_backend import AsyncVLLMBackend
@@ -104,6 +104,34 @@ def test_captures_of_other_sites_wait_for_those_in_flight(
     assert [str(site) for site in other.sites] == ["mlp_out.1", "logits"]
 
 
+def test_a_capture_of_other_sites_gets_its_turn_while_others_keep_coming(
+    loop: asyncio.AbstractEventLoop, backend: AsyncVLLMBackend
+) -> None:
+    rounds = 30
+    ended: list[str] = []
+
+    async def ask_until_other_is_served(length: int) -> None:
+        for _ in range(rounds):
+            await backend.capture(SIXTEEN[:1], ["resid_post.0"], max_new_tokens=length)
+            if "other" in ended:
+                return
+            ended.append("same")
+
+    async def contend() -> None:
+        # Different lengths, so that one stream is always in flight when the other asks again.
+        streams = [asyncio.ensure_future(ask_until_other_is_served(n)) for n in (5, 8, 13)]
+        await backend.capture(SIXTEEN[:1], ["resid_post.0"], max_new_tokens=24)
+        ended.clear()
+        await backend.capture(SIXTEEN[1:2], ["mlp_out.1"], max_new_tokens=2)
+        ended.append("other")
+        await asyncio.gather(*streams)
+
+    loop.run_until_complete(contend())
+    # Only what was in flight, one capture of each stream at most, may end before it.
+    assert ended.count("same") <= 3
+    assert ended[-1] == "other"
+
+
 def test_ids_may_repeat_between_calls_in_flight(
     loop: asyncio.AbstractEventLoop, backend: AsyncVLLMBackend
 ) -> None:
@@ -129,6 +157,8 @@ def test_a_cancelled_capture_leaves_no_rows_and_the_next_works(
         task = asyncio.ensure_future(backend.capture(SIXTEEN, LAYERS, ["all"], max_new_tokens=512))
         await backend.capture(SIXTEEN[:1], LAYERS, ["all"], max_new_tokens=2)
         task.cancel()
+        await asyncio.sleep(0)  # the task now cleans up: a second cancellation must not cut it off
+        task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         # What was scheduled before the abort arrived may still run one step.
@@ -140,6 +170,76 @@ def test_a_cancelled_capture_leaves_no_rows_and_the_next_works(
     assert (
         len(loop.run_until_complete(backend.capture(SIXTEEN[:2], LAYERS))) == (3 + 15 + 4 + 15) * 4
     )
+
+
+def test_a_failing_request_ends_those_beside_it_before_other_taps_are_installed(
+    loop: asyncio.AbstractEventLoop, backend: AsyncVLLMBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = backend._generate
+    cancelled: list[str] = []
+
+    async def second_fails(owner: str, request: Request, max_new_tokens: int) -> list[int]:
+        if request.id == "r1":
+            await generate(owner, request, 3)  # by then the one beside it runs too
+            raise RuntimeError("the second request broke")
+        try:
+            return await generate(owner, request, max_new_tokens)
+        except asyncio.CancelledError:
+            cancelled.append(request.id)
+            raise
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_generate", second_fails)
+        with pytest.raises(RuntimeError, match="the second request broke"):
+            loop.run_until_complete(backend.capture(SIXTEEN[:2], LAYERS, max_new_tokens=400))
+    assert cancelled == ["r0"]
+
+    async def other_plan() -> tuple[Capture, list[str]]:
+        capture = await backend.capture(SIXTEEN[2:3], ["mlp_out.1"], max_new_tokens=4)
+        return capture, await backend._call("tapcheck_discard", "[]")
+
+    capture, replies = loop.run_until_complete(other_plan())
+    assert len(capture) == 5 + 3
+    assert replies == ['{"ok": 0}']
+
+
+def test_a_discard_that_fails_does_not_hide_what_went_wrong(
+    loop: asyncio.AbstractEventLoop, backend: AsyncVLLMBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = backend._call
+    refused: list[str] = []
+
+    async def no_discard(method: str, argument: str) -> list[str]:
+        if method == "tapcheck_discard":
+            refused.append(method)
+            raise EngineError("the engine is gone")
+        return await call(method, argument)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_call", no_discard)
+        with pytest.raises(SelectorError, match="'r0'"):
+            loop.run_until_complete(backend.capture(SIXTEEN[:1], LAYERS, [400], max_new_tokens=2))
+    assert refused
+
+
+def test_taps_that_another_client_removed_are_installed_anew_after_the_error(
+    loop: asyncio.AbstractEventLoop, backend: AsyncVLLMBackend
+) -> None:
+    async def capture() -> Capture:
+        return await backend.capture(SIXTEEN[:1], LAYERS, max_new_tokens=2)
+
+    expected = loop.run_until_complete(capture())
+    loop.run_until_complete(backend._engine.collective_rpc("tapcheck_uninstall"))
+    with pytest.raises(CaptureError):
+        loop.run_until_complete(capture())
+    assert loop.run_until_complete(capture()) == expected
+
+
+def test_an_engine_that_does_not_start_is_an_engine_error(
+    loop: asyncio.AbstractEventLoop, llama: Path
+) -> None:
+    with pytest.raises(EngineError, match=r"vLLM did not start .*no_such_argument"):
+        loop.run_until_complete(AsyncVLLMBackend.start(llama, no_such_argument=1))
 
 
 def test_an_error_at_request_end_is_the_callers_and_leaves_the_engine_usable(

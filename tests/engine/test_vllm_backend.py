@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,45 @@ def test_metadata_says_what_the_live_engine_runs(engine: VLLMBackend) -> None:
 
 def test_the_sites_of_an_engine_are_those_of_its_model(engine: VLLMBackend) -> None:
     assert engine.sites == all_sites(4)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_and_the_next_capture_works(
+    engine: VLLMBackend,
+) -> None:
+    with pytest.raises(CaptureError, match=r"request 'long' needs 1036 .*max_model_len=1024"):
+        engine.capture([Request("long", (1,) * 1020)], ["embed"], max_new_tokens=16)
+    assert len(engine.capture([Request("r", (5,))], ["embed"], max_new_tokens=2)) == 2
+
+
+def test_an_interrupted_capture_leaves_no_request_behind_and_the_next_works(
+    engine: VLLMBackend, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = engine._llm.llm_engine
+    step, steps = core.step, iter(range(3))
+
+    def interrupted() -> Any:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.capture(requests, SITES, max_new_tokens=8)
+    assert not core.has_unfinished_requests()
+    assert len(engine.capture(requests[:2], ["embed"], max_new_tokens=3)) == 3 + 4
+    assert engine._call("tapcheck_discard", "[]") == ['{"ok": 0}']
+
+
+def test_captures_from_several_threads_each_get_their_own_rows(
+    engine: VLLMBackend, reference: Callable[..., Capture], requests: list[Request]
+) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        parts = list(
+            pool.map(
+                lambda request: engine.capture([request], [f"resid_post.{len(request.id) % 4}"]),
+                [Request("x" * (i + 1), r.prompt_token_ids) for i, r in enumerate(requests[:6])],
+            )
+        )
+    for part in parts:
+        assert_captures_match(part, reference(part.requests, part.sites))

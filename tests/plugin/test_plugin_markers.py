@@ -141,8 +141,8 @@ def test_require_gpu_leaves_other_skips_alone(pytester: pytest.Pytester) -> None
     pytester.makepyfile(
         """
         import pytest
-        @pytest.mark.network
-        def test_network(): pass
+        @pytest.mark.skip
+        def test_marked(): pass
         def test_own(): pytest.skip("mine")
         """
     )
@@ -171,7 +171,7 @@ def test_the_device_is_cuda_only_where_there_is_one(
     result.stdout.fnmatch_lines(["*the device is set to cuda, but torch sees no CUDA GPU*"])
 
 
-def test_network_tests_run_only_when_asked_for(pytester: pytest.Pytester) -> None:
+def test_network_tests_run_unless_they_are_left_out(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import pytest
@@ -179,9 +179,41 @@ def test_network_tests_run_only_when_asked_for(pytester: pytest.Pytester) -> Non
         def test_network(): pass
         """
     )
+    pytester.runpytest().assert_outcomes(passed=1)
+    pytester.runpytest("-m", "not network").assert_outcomes(deselected=1)
+
+
+def test_a_suite_with_its_own_markers_and_network_option_runs_as_without_tapcheck(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeconftest(
+        """
+        import pytest
+
+        def pytest_addoption(parser):
+            parser.addoption("--network", action="store_true")
+            parser.addini("network", "hosts that tests may reach")
+
+        def pytest_runtest_setup(item):
+            if item.get_closest_marker("network") and not item.config.getoption("--network"):
+                pytest.skip("the suite's own reason")
+        """
+    )
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.slow(reason="db")
+        def test_slow(): pass
+        @pytest.mark.engine("postgres")
+        def test_engine(): pass
+        @pytest.mark.network("example.org")
+        def test_network(): pass
+        """
+    )
     result = pytester.runpytest("-rs")
-    result.stdout.fnmatch_lines(["SKIPPED*needs the network: run with --network"])
-    pytester.runpytest("--network").assert_outcomes(passed=1)
+    result.assert_outcomes(passed=2, skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*the suite's own reason"])
+    pytester.runpytest("--network").assert_outcomes(passed=3)
 
 
 def test_engine_tests_skip_where_vllm_is_not_installed(
@@ -216,11 +248,9 @@ def test_engine_tests_skip_where_vllm_is_not_installed(
         ("gpu(min_capability=(8,))", "marker gpu: min_capability is a pair"),
         ("gpu(count=0)", "marker gpu: count is a number of GPUs from 1, not 0"),
         ("gpu(count=True)", "marker gpu: count is a number of GPUs"),
-        ("engine('llama')", "marker engine: takes no arguments"),
-        ("slow(seconds=3)", "marker slow: takes no arguments"),
     ],
 )
-def test_a_marker_that_makes_no_sense_is_a_usage_error_that_names_the_test(
+def test_a_gpu_marker_that_makes_no_sense_is_a_usage_error_that_names_the_test(
     pytester: pytest.Pytester, marker: str, message: str
 ) -> None:
     path = pytester.makepyfile(
@@ -235,7 +265,7 @@ def test_a_marker_that_makes_no_sense_is_a_usage_error_that_names_the_test(
     result.stderr.fnmatch_lines([f"ERROR: {path.name}::test_it: {message}*"])
 
 
-def test_under_xdist_a_marker_that_makes_no_sense_is_an_error_of_its_test(
+def test_under_xdist_a_gpu_marker_that_makes_no_sense_is_an_error_of_its_test(
     pytester: pytest.Pytester,
 ) -> None:
     pytester.makepyfile(

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tapcheck.checks import assert_captures_match
-from tapcheck.errors import EngineError
+from tapcheck.errors import CaptureError, EngineError, ModelError, SelectorError, SiteError
 from tapcheck.fixtures.guard import descendants, start_guard
 from tapcheck.fixtures.pool import EnginePool
+from tapcheck.vllm import backend as vllm_backend
 
 FOREVER = [sys.executable, "-c", "import signal; signal.pause()"]
 
@@ -46,7 +47,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> type[FakeBackend]:
     class Backend(FakeBackend):
         live: ClassVar[list[FakeBackend]] = []
 
-    monkeypatch.setattr("tapcheck.vllm.backend.VLLMBackend", Backend)
+    monkeypatch.setattr(vllm_backend, "VLLMBackend", Backend)
     monkeypatch.setattr("tapcheck.fixtures.pool._GRACE_SECONDS", 0.1)
     return Backend
 
@@ -140,6 +141,44 @@ def test_an_engine_that_is_interrupted_while_it_starts_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         pool.acquire("m", in_process=False)
     assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.mark.parametrize(
+    ("error", "handed_on"),
+    [
+        (ModelError, True),
+        (SelectorError, True),
+        (SiteError, True),
+        (CaptureError, False),
+        (RuntimeError, False),
+        (KeyboardInterrupt, False),
+    ],
+)
+def test_after_a_failed_capture_an_engine_is_handed_on_only_if_nothing_ran(
+    pytester: pytest.Pytester,
+    backends: type[FakeBackend],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    handed_on: bool,
+) -> None:
+    def capture(*_: object, **__: object) -> None:
+        raise error("stopped")
+
+    monkeypatch.setattr(backends, "capture", capture, raising=False)
+    monkeypatch.setattr(backends, "sites", ("resid_post.0",), raising=False)
+    monkeypatch.setattr("tapcheck.fixtures.captures._require_device", lambda _: None)
+    pytester.makepyfile(
+        f"""
+        import pytest
+
+        def test_it(engine_pool, vllm_capture):
+            engine = engine_pool.acquire("m")
+            with pytest.raises(BaseException, match="stopped"):
+                vllm_capture("m")
+            assert (engine_pool.acquire("m") is engine) is {handed_on}
+        """
+    )
+    pytester.runpytest("--tapcheck-device=cpu").assert_outcomes(passed=1)
 
 
 def test_processes_of_others_are_left_alone(pool: EnginePool, backends: type[FakeBackend]) -> None:

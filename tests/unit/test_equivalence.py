@@ -98,13 +98,17 @@ def test_the_fixed_tolerance_of_the_dtype_is_used(relative: float, passed: bool)
     assert compare_captures(perturbed(HEALTHY, relative), HEALTHY).passed == passed
 
 
-def test_the_coarser_dtype_gives_the_tolerance() -> None:
+def test_the_expected_dtype_gives_the_tolerance() -> None:
     narrowed = synthetic_capture(torch.bfloat16)
-    for actual, expected in ((narrowed, HEALTHY), (HEALTHY, narrowed)):
-        comparison = compare_captures(actual, expected)
-        assert comparison.passed
-        assert {site.rtol for site in comparison.sites} == {2e-1}
-    assert not compare_captures(narrowed, HEALTHY, rtol=1e-5).passed
+    assert compare_captures(HEALTHY, narrowed).passed
+    assert {site.rtol for site in compare_captures(HEALTHY, narrowed).sites} == {2e-1}
+
+
+def test_a_capture_that_lost_precision_on_the_way_fails_and_the_message_names_both_dtypes() -> None:
+    narrowed = synthetic_capture(torch.bfloat16)
+    with pytest.raises(AssertionError, match=r"bfloat16.*float32"):
+        assert_captures_match(narrowed, HEALTHY)
+    assert compare_captures(narrowed, HEALTHY, rtol=1e-2).passed
 
 
 def test_one_bad_row_among_large_ones_is_not_hidden() -> None:

@@ -26,14 +26,23 @@ SUGGESTIONS = {
 }
 
 every_fault = pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+every_fault_and_dtype = pytest.mark.parametrize(
+    ("fault", "dtype"),
+    [
+        pytest.param(fault, dtype, id=f"{fault.name}-{dtype}")
+        for fault in FAULTS.values()
+        for dtype in DTYPES
+        if fault.name != "narrowed_dtype" or dtype == torch.float32
+    ],
+)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@every_fault
+@every_fault_and_dtype
 def test_every_fault_is_caught_and_placed(fault: Fault, dtype: torch.dtype) -> None:
     healthy = synthetic_capture(dtype)
     assert compare_captures(healthy, synthetic_capture(dtype)).passed
-    comparison = compare_captures(fault.inject(healthy), healthy, rtol=1e-2)
+    rtol = None if fault.name == "narrowed_dtype" else 1e-2
+    comparison = compare_captures(fault.inject(healthy), healthy, rtol=rtol)
     assert not comparison.passed
     first_line = explain(comparison).splitlines()[0]
     assert re.search(r"request '[abc]', site [a-z_]+(\.\d)?, position \d", first_line)
@@ -47,8 +56,7 @@ def test_the_message_says_what_the_rows_equal_instead(name: str, dtype: torch.dt
     assert SUGGESTIONS[name] in message.splitlines()[-1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@every_fault
+@every_fault_and_dtype
 def test_fixed_tolerances_catch_every_fault_but_a_scale_in_bfloat16(
     fault: Fault, dtype: torch.dtype
 ) -> None:
@@ -109,3 +117,9 @@ def test_a_fault_that_would_change_nothing_is_refused() -> None:
 def test_every_fault_says_what_it_is() -> None:
     assert all(fault.name == name for name, fault in FAULTS.items())
     assert all(fault.description.endswith(".") for fault in FAULTS.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_narrow_dtype_has_nothing_to_narrow(dtype: torch.dtype) -> None:
+    with pytest.raises(CaptureError, match="lacks a float32 site"):
+        FAULTS["narrowed_dtype"].inject(synthetic_capture(dtype))

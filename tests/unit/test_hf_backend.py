@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -439,3 +440,14 @@ def test_a_closed_backend_says_so(model_zoo: Zoo) -> None:
         backend.capture(REQUESTS, ["embed"])
     with pytest.raises(EngineError, match="closed: make a new one"):
         _ = backend.sites
+
+
+def test_captures_from_several_threads_each_get_their_own_rows(
+    model_zoo: Callable[[str], Path],
+) -> None:
+    forced = [Request(str(i), (5 + i, 9, 200), (7, i, 8, 1)) for i in range(6)]
+    with HFBackend(model_zoo("llama")) as backend:
+        alone = [backend.capture([request], ["resid_post.1"]) for request in forced]
+        with ThreadPoolExecutor(6) as pool:
+            together = list(pool.map(lambda r: backend.capture([r], ["resid_post.1"]), forced))
+    assert together == alone

@@ -218,10 +218,34 @@ def test_what_is_fed_is_what_a_forward_pass_sees(
 
 def test_a_generated_request_gets_its_tokens_and_a_forced_one_keeps_its_own() -> None:
     free, forced = Request("a", (1,)), Request("a", (1,), (2, 3))
-    assert finished(free, [8, 9]) == replace(free, generated_token_ids=(8, 9))
-    assert finished(forced, [9]) is forced
+    assert finished(free, [8, 9], 2) == replace(free, generated_token_ids=(8, 9))
+    assert finished(forced, [9], 16) is forced
 
 
 def test_owner_keys_are_unique_over_clients() -> None:
     keys = [key for _ in range(3) for key in islice(owner_keys(), 20)]
     assert len(set(keys)) == 60
+
+
+def test_a_request_that_ended_early_is_no_capture() -> None:
+    with pytest.raises(CaptureError, match="request 'r' ended after 2 generated tokens, but 64"):
+        finished(Request("r", (5,)), [8, 9], 64)
+
+
+@pytest.mark.parametrize(
+    ("request_", "max_new_tokens", "fits"),
+    [
+        (Request("r", (1,) * 20), 12, True),
+        (Request("r", (1,) * 20), 13, False),
+        (Request("r", (1,) * 20, (1,) * 12), 99, True),
+        (Request("r", (1,) * 20, (1,) * 13), 99, False),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused_before_it_runs(
+    request_: Request, max_new_tokens: int, fits: bool
+) -> None:
+    if fits:
+        check_requests([request_], max_new_tokens, 32)
+    else:
+        with pytest.raises(CaptureError, match=r"'r' needs 33 positions.*max_model_len=32"):
+            check_requests([request_], max_new_tokens, 32)
