@@ -160,6 +160,10 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if "transformers" in sys.modules:  # it read the environment when it was imported
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
 
 
 def new_log() -> Path:
