@@ -163,7 +163,7 @@ def quiet_libraries() -> None:
     if "transformers" in sys.modules:  # it read the environment when it was imported
         from transformers.utils import logging
 
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def new_log() -> Path:
