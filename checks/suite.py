@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,10 +72,10 @@ def _reference(job: Job) -> HFBackend:
     return _loaded(job.path, job.dtype, job.device)
 
 
-def _engine_limits(job: Job) -> dict[str, int | float]:
+def _engine_limits(job: Job) -> dict[str, Any]:
     """Engine arguments that keep a long-context model small, and room for Transformers' copy."""
     longest = getattr(load_config(job.path).get_text_config(), "max_position_embeddings", None)
-    limits: dict[str, int | float] = {"max_model_len": min(longest or _MODEL_LEN, _MODEL_LEN)}
+    limits = {"max_model_len": min(longest or _MODEL_LEN, _MODEL_LEN)}
     if job.device == "cuda":
         limits["gpu_memory_utilization"] = 0.5
     return limits

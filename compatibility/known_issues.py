@@ -36,7 +36,6 @@ COMBINATION_KEYS = VERSION_KEYS | {
     "pipeline_parallel_size",
     "quantization",
     "runner",
-    "speculative_decoding",
     "tensor_parallel_size",
 }
 

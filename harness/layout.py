@@ -5,7 +5,8 @@ Pure Python: a runner adapter fills it from its engine's scheduler, and everythi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 from tapcheck.errors import CaptureError
 
@@ -16,13 +17,24 @@ class Segment:
 
     owner: the key under which the caller captures this request, None for a request that nobody
     captures. start: the position of its first row, which is the number of tokens computed before
-    this step. rows: how many rows it has. prompt_length: tokens in its prompt.
+    this step. rows: how many rows it has. prompt_length: tokens in its prompt. drafts: how many of
+    the last rows are draft tokens, which the sampler accepts or rejects after the pass. resumed:
+    whether the request was preempted before this step, so that what it had computed is void from
+    `start` on. forced: tokens after the prompt that were given and not generated.
     """
 
     owner: str | None
     start: int
     rows: int
     prompt_length: int
+    drafts: int = 0
+    resumed: bool = False
+    forced: int = 0
+
+    @property
+    def prefills(self) -> bool:
+        """Whether its first row is of a token that was given, and not of a generated one."""
+        return self.start < self.prompt_length + self.forced
 
 
 @dataclass(frozen=True)
@@ -41,8 +53,9 @@ class StepLayout:
         owned = [segment.owner for segment in self.segments if segment.owner is not None]
         if len(set(owned)) != len(owned):
             raise CaptureError(f"step {self.step}: one request has two segments: {sorted(owned)}")
-        if any(segment.start < 0 or segment.rows < 0 for segment in self.segments):
-            raise CaptureError(f"step {self.step}: a segment has a negative start or row count")
+        for segment in self.segments:
+            if segment.start < 0 or not 0 <= segment.drafts <= segment.rows:
+                raise CaptureError(f"step {self.step}: {segment} has no such rows")
         if self.scheduled_rows > self.total_rows:
             raise CaptureError(
                 f"step {self.step}: {self.scheduled_rows} rows are scheduled, but the forward "
@@ -53,3 +66,113 @@ class StepLayout:
     def scheduled_rows(self) -> int:
         """Rows that belong to a request; the rest are padding."""
         return sum(segment.rows for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Situations:
+    """How often what makes row ownership hard arose, for one request or summed over several.
+
+    forward_passes: passes with rows of the request. shared_passes: those with rows of another
+    request too. mixed_passes: those in which one request prefills and another decodes.
+    padded_passes: those with padding rows. unfinished_prefills: passes that left the prompt
+    unfinished, as chunked prefill does. cached_positions: positions that were read from the prefix
+    cache instead of computed. preemptions: times the request was preempted and resumed.
+    recomputed_rows: rows at positions that an earlier pass had computed. accepted_drafts,
+    rejected_drafts: draft rows by their fate; those that a preemption left undecided count as
+    rejected. unseen_rows: rows that belong to no token of the request, as after its stop.
+    """
+
+    forward_passes: int = 0
+    shared_passes: int = 0
+    mixed_passes: int = 0
+    padded_passes: int = 0
+    unfinished_prefills: int = 0
+    cached_positions: int = 0
+    preemptions: int = 0
+    recomputed_rows: int = 0
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
+    unseen_rows: int = 0
+
+
+SITUATIONS = tuple(field.name for field in fields(Situations))
+
+
+def total(situations: Iterable[Situations]) -> Situations:
+    """The sum of every count."""
+    counts = [[getattr(each, name) for name in SITUATIONS] for each in situations]
+    return Situations(*map(sum, zip(*counts, strict=True))) if counts else Situations()
+
+
+@dataclass(frozen=True)
+class Account:
+    """What forward passes did for one request, up to its end.
+
+    cached: the ranges of positions, [start, stop), that no pass computed because the engine read
+    them from its prefix cache.
+    """
+
+    situations: Situations = Situations()
+    cached: tuple[tuple[int, int], ...] = ()
+
+
+class Progress:
+    """Follows one request over the steps: what is computed, what is void, what is undecided.
+
+    `end` is the first position that no pass has computed; the last `drafts` positions before it
+    are draft rows that the sampler has not decided on, as far as the layouts tell.
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        self.drafts = 0
+        self._highest = 0
+        self._cached: list[tuple[int, int]] = []
+        self._counts = dict.fromkeys(SITUATIONS, 0)
+
+    def advance(self, segment: Segment, *, shared: bool, mixed: bool, padded: bool) -> int:
+        """Take in the segment; returns the position from which earlier rows are void.
+
+        What lies at or beyond the segment's start is computed anew. After a preemption the drafts
+        that were undecided stay so: their rows are void, whatever the start.
+        """
+        counts, start, end = self._counts, segment.start, segment.start + segment.rows
+        decided = self.end - self.drafts
+        if segment.resumed or start < decided:
+            counts["preemptions"] += segment.resumed
+            counts["rejected_drafts"] += self.drafts
+            self.end = decided
+        elif self.drafts:
+            accepted = min(start - decided, self.drafts)
+            counts["accepted_drafts"] += accepted
+            counts["rejected_drafts"] += self.drafts - accepted
+            self.end = decided + accepted
+        self._highest = max(self._highest, self.end)
+        if start != self.end:
+            self._jump(start)
+        if start < self._highest:
+            counts["recomputed_rows"] += min(end, self._highest) - start
+        self.end, self.drafts = end, segment.drafts
+        counts["forward_passes"] += 1
+        counts["shared_passes"] += shared
+        counts["mixed_passes"] += mixed
+        counts["padded_passes"] += padded
+        counts["unfinished_prefills"] += end < segment.prompt_length + segment.forced
+        return min(start, decided) if segment.resumed else start
+
+    def _jump(self, start: int) -> None:
+        """The engine goes on elsewhere than it stopped: it rewound, or read its prefix cache."""
+        self._cached = [(a, min(b, start)) for a, b in self._cached if a < start]
+        if start > self.end:
+            self._cached.append((self.end, start))
+
+    def close(self, seen_length: int) -> Account:
+        """The account of a request of which forward passes saw `seen_length` positions."""
+        counts, decided = dict(self._counts), self.end - self.drafts
+        accepted = min(max(seen_length - decided, 0), self.drafts)
+        counts["accepted_drafts"] += accepted
+        counts["rejected_drafts"] += self.drafts - accepted
+        counts["unseen_rows"] += max(decided - seen_length, 0)
+        cached = tuple((a, min(b, seen_length)) for a, b in self._cached if a < seen_length)
+        counts["cached_positions"] = sum(b - a for a, b in cached)
+        return Account(Situations(**counts), cached)

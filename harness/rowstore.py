@@ -5,16 +5,20 @@ Engine-free: it is told a step layout, is handed tensors, and answers drains.
 
 from __future__ import annotations
 
+import sys
 import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tapcheck.capture import Columns, IntArray
 from tapcheck.errors import CaptureError
-from tapcheck.layout import StepLayout
+from tapcheck.layout import Account, Progress, Segment, StepLayout
 from tapcheck.selectors import Selector, candidates
 from tapcheck.sites import Site
 from tapcheck.transport import RowBatch
@@ -22,23 +26,37 @@ from tapcheck.transport import RowBatch
 
 @dataclass(eq=False)
 class _Chunk:
-    """The selected rows of one step: `values[site]` has shape [rows, width]."""
+    """The selected rows of one step: `values[site]` has shape [rows, width].
+
+    live: rows that some request still holds; the others are void, but share its tensors.
+    """
 
     step: int
-    rows: int
     monotonic_ns: int
     unix_ns: int
+    rows: int = 0
+    live: int = 0
+    nbytes: int = 0
     values: dict[Site, torch.Tensor] = field(default_factory=dict)
     copied: torch.cuda.Event | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """The rows of one request in one chunk: they are next to each other, from `first` on."""
+class _Held(NamedTuple):
+    """Rows of one request in one chunk: next to each other from `first` on, positions ascending."""
 
     chunk: _Chunk
     first: int
-    position: IntArray
+    positions: Sequence[int]
+
+
+class _Owner:
+    """What is held of one request: positions ascend from one `_Held` to the next."""
+
+    __slots__ = ("held", "progress")
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+        self.held: list[_Held] = []
 
 
 # How many ended owners are remembered, so that a forward pass still in flight when its request
@@ -49,18 +67,27 @@ _ENDED_REMEMBERED = 4096
 class RowStore:
     """Keeps a copy of every selected row until its request is drained or discarded.
 
-    Rows on an accelerator are gathered there and copied to pinned memory without blocking; a
-    drain waits once for each step.
+    Rows that turn out void are dropped when the engine computes their positions anew: those of
+    rejected drafts, and those of a request that was preempted. Rows on an accelerator are gathered
+    there and copied to pinned memory without blocking; a drain waits once for each step. More
+    than `max_bytes` of rows that nobody drained are an error.
     """
 
-    def __init__(self, sites: Sequence[Site], selectors: Sequence[Selector]) -> None:
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        selectors: Sequence[Selector],
+        max_bytes: int = sys.maxsize,
+    ) -> None:
         self.sites = tuple(sites)
         self.selectors = tuple(selectors)
-        self._held: dict[str, list[_Held]] = {}
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+        self._owners: dict[str, _Owner] = {}
         self._ended: dict[str, None] = {}
         self._chunk: _Chunk | None = None
-        self._index: torch.Tensor | None = None
-        self._takes_all = False
+        # The selected rows of the open step: all of them, a run of them, or their indexes.
+        self._selection: slice | torch.Tensor | None = None
 
     @property
     def open(self) -> bool:
@@ -70,25 +97,43 @@ class RowStore:
     def begin_step(self, layout: StepLayout, device: torch.device) -> None:
         """Select this step's rows; without any, the step stays closed and nothing is kept."""
         self._chunk = None
-        chunk = _Chunk(layout.step, 0, time.monotonic_ns(), time.time_ns())
-        picked: list[IntArray] = []
-        first_row = 0
-        for segment in layout.segments:
-            start, owner = segment.start, segment.owner
-            if owner is not None and owner not in self._ended:
-                mask = candidates(self.selectors, start, segment.rows, segment.prompt_length)
-                offsets = mask.nonzero()[0]
-                if len(offsets):
-                    picked.append(first_row + offsets)
-                    held = _Held(chunk, chunk.rows, start + offsets)
-                    self._held.setdefault(owner, []).append(held)
-                    chunk.rows += len(offsets)
-            first_row += segment.rows
-        if not picked:
-            return
-        self._takes_all = chunk.rows == layout.total_rows
-        self._index = torch.from_numpy(np.concatenate(picked)).to(device, non_blocking=True)
-        self._chunk = chunk
+        chunk = _Chunk(layout.step, time.monotonic_ns(), time.time_ns())
+        busy = [segment for segment in layout.segments if segment.rows]
+        prefills = sum(segment.prefills for segment in busy)
+        situation = {
+            "shared": len(busy) > 1,
+            "mixed": 0 < prefills < len(busy),
+            "padded": layout.scheduled_rows < layout.total_rows,
+        }
+        picked: list[tuple[int, Sequence[int]]] = []
+        row = 0
+        for segment in busy:
+            if segment.owner is not None and segment.owner not in self._ended:
+                positions = self._advance(segment.owner, segment, situation, chunk)
+                if positions:
+                    picked.append((row - segment.start, positions))
+            row += segment.rows
+        if picked:
+            self._selection = _selection(picked, chunk.rows, layout.total_rows, device)
+            self._chunk = chunk
+
+    def _advance(
+        self, key: str, segment: Segment, situation: Mapping[str, bool], chunk: _Chunk
+    ) -> Sequence[int]:
+        """Drop what this segment makes void; returns the positions whose rows are to be kept."""
+        owner = self._owners.get(key)
+        if owner is None:
+            owner = self._owners[key] = _Owner()
+        end = owner.progress.end
+        void_from = owner.progress.advance(segment, **situation)
+        if void_from < end:
+            self._void(owner, void_from)
+        positions = candidates(self.selectors, segment.start, segment.rows, segment.prompt_length)
+        if positions:
+            owner.held.append(_Held(chunk, chunk.rows, positions))
+            chunk.rows += len(positions)
+            chunk.live += len(positions)
+        return positions
 
     def put(self, site: Site, terms: Sequence[torch.Tensor]) -> None:
         """Keep the selected rows of the sum of `terms`, each [total rows, width], as a copy.
@@ -100,13 +145,17 @@ class RowStore:
         rows = self.selected(terms[0])
         for term in terms[1:]:
             rows = rows + self.selected(term)
-        self.put_selected(site, rows.clone() if rows is terms[0] else rows)
+        if len(terms) == 1 and not isinstance(self._selection, torch.Tensor):
+            rows = rows.clone()  # a view of what will change; an index or a sum is a copy already
+        self.put_selected(site, rows)
 
     def selected(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The selected rows of `tensor`, [total rows, width]; `tensor` itself when all are."""
-        if self._takes_all or self._index is None:
+        """The selected rows of `tensor`, [total rows, width]: a view where they are adjoining."""
+        if self._selection is None:
             return tensor
-        return tensor.index_select(0, self._index)
+        if isinstance(self._selection, slice):
+            return tensor[self._selection]
+        return tensor.index_select(0, self._selection)
 
     def put_selected(self, site: Site, rows: torch.Tensor) -> None:
         """Keep `rows`, [selected rows, width], which nobody else writes to."""
@@ -124,8 +173,8 @@ class RowStore:
         chunk.values[site] = rows
 
     def end_step(self) -> None:
-        """Close the step; raises CaptureError when a site did not fire in it."""
-        chunk, self._chunk, self._index = self._chunk, None, None
+        """Close the step; raises CaptureError when a site did not fire, or too much is held."""
+        chunk, self._chunk, self._selection = self._chunk, None, None
         if chunk is None:
             return
         silent = [site for site in self.sites if site not in chunk.values]
@@ -137,86 +186,120 @@ class RowStore:
         if any(rows.is_pinned() for rows in list(chunk.values.values())[:1]):
             chunk.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             chunk.copied.record()
+        if chunk.live:
+            chunk.nbytes = sum(rows.nbytes for rows in chunk.values.values())
+            self.held_bytes += chunk.nbytes
+        if self.held_bytes > self.max_bytes:
+            raise CaptureError(
+                f"step {chunk.step}: the rows of {len(self)} requests that nobody drained take "
+                f"{_mib(self.held_bytes)}, over the limit of {_mib(self.max_bytes)} a worker. "
+                "Collect them sooner, select fewer rows or sites, or raise max_buffer_bytes"
+            )
 
     def drain(self, seen_lengths: Mapping[str, int]) -> RowBatch:
         """Hand over and forget the rows of these owners, ordered by request and position.
 
         `seen_lengths` gives for each owner how many positions of it a forward pass saw; rows
-        beyond (an extra forward after the stop) are dropped. A position that was computed twice
-        (preempted, then recomputed) is delivered once, as the last step computed it.
+        beyond (a rejected draft, an extra forward after the stop) are dropped.
         """
-        owners = tuple(seen_lengths)
-        parts: dict[_Chunk, list[tuple[int, _Held]]] = {}
-        for number, owner in enumerate(owners):
-            for held in self._end(owner):
-                parts.setdefault(held.chunk, []).append((number, held))
+        accounts: list[Account] = []
+        parts: dict[_Chunk, list[tuple[int, int, Sequence[int]]]] = {}
+        for number, (key, seen) in enumerate(seen_lengths.items()):
+            owner = self._end(key)
+            accounts.append(owner.progress.close(seen))
+            for chunk, first, positions in owner.held:
+                due = positions[: bisect_left(positions, seen)]
+                if due:
+                    parts.setdefault(chunk, []).append((number, first, due))
         for entries in parts.values():
-            entries.sort(key=lambda entry: entry[1].first)
+            entries.sort(key=lambda entry: entry[1])
         columns = _columns(parts)
-        order = _last_of_each(columns, np.array([*seen_lengths.values()], np.int64))
+        order = np.lexsort((columns.position, columns.request))
         for chunk in parts:
             if chunk.copied is not None:
                 chunk.copied.synchronize()
         take = torch.from_numpy(order)
         in_order = np.array_equal(order, np.arange(len(columns)))
+        rows_of = [(chunk, _rows(chunk, entries)) for chunk, entries in parts.items()]
         values = {}
         for site in self.sites if parts else ():
-            rows = torch.cat([_rows_of(c.values[site], c, held) for c, held in parts.items()])
+            rows = torch.cat([chunk.values[site][rows] for chunk, rows in rows_of])
             values[site] = rows if in_order else rows.index_select(0, take)
-        return RowBatch(owners, columns.take(order), values)
+        return RowBatch(tuple(seen_lengths), columns.take(order), values, tuple(accounts))
 
     def discard(self, owners: Sequence[str]) -> None:
         """Forget the rows of these owners."""
         for owner in owners:
             self._end(owner)
 
-    def _end(self, owner: str) -> list[_Held]:
-        """Take an owner's rows out; rows of a forward pass still in flight won't come in."""
-        self._ended[owner] = None
+    def clear(self) -> None:
+        """Forget every row."""
+        self._owners, self._chunk, self._selection, self.held_bytes = {}, None, None, 0
+
+    def _end(self, key: str) -> _Owner:
+        """Take an owner out; rows of a forward pass still in flight won't come in."""
+        self._ended[key] = None
         if len(self._ended) > _ENDED_REMEMBERED:
             del self._ended[next(iter(self._ended))]
-        return self._held.pop(owner, [])
+        owner = self._owners.pop(key, None) or _Owner()
+        for chunk, _, positions in owner.held:
+            self._release(chunk, len(positions))
+        return owner
+
+    def _void(self, owner: _Owner, start: int) -> None:
+        """Drop the owner's rows from position `start` on."""
+        while owner.held and owner.held[-1].positions[-1] >= start:
+            chunk, first, positions = owner.held.pop()
+            kept = positions[: bisect_left(positions, start)]
+            self._release(chunk, len(positions) - len(kept))
+            if kept:
+                owner.held.append(_Held(chunk, first, kept))
+
+    def _release(self, chunk: _Chunk, rows: int) -> None:
+        chunk.live -= rows
+        if not chunk.live:
+            self.held_bytes -= chunk.nbytes
 
     def __len__(self) -> int:
-        """How many owners have rows that were not drained."""
-        return len(self._held)
+        """How many owners were seen that were neither drained nor discarded."""
+        return len(self._owners)
 
 
-def _columns(parts: Mapping[_Chunk, Sequence[tuple[int, _Held]]]) -> Columns:
+def _selection(
+    picked: Sequence[tuple[int, Sequence[int]]], rows: int, total_rows: int, device: torch.device
+) -> slice | torch.Tensor | None:
+    """How to take the picked rows: (what to add to a position to get its row, positions) pairs."""
+    if rows == total_rows:
+        return None
+    first = picked[0][0] + picked[0][1][0]
+    if picked[-1][0] + picked[-1][1][-1] - first + 1 == rows:
+        return slice(first, first + rows)
+    index = np.concatenate([np.asarray(positions) + shift for shift, positions in picked])
+    return torch.from_numpy(index).to(device, non_blocking=True)
+
+
+def _columns(parts: Mapping[_Chunk, Sequence[tuple[int, int, Sequence[int]]]]) -> Columns:
     """The columns of the entries of every chunk, one chunk after the other."""
-    entries = [entry for chunk_entries in parts.values() for entry in chunk_entries]
-    counts = [len(held.position) for _, held in entries]
-    chunks = np.array(
-        [(h.chunk.step, h.chunk.monotonic_ns, h.chunk.unix_ns) for _, h in entries], np.int64
-    ).reshape(-1, 3)
-    step, monotonic_ns, unix_ns = np.repeat(chunks, counts, axis=0).T.copy()
-    return Columns(
-        request=np.repeat(np.array([number for number, _ in entries], np.int64), counts),
-        position=np.concatenate([np.zeros(0, np.int64), *(held.position for _, held in entries)]),
-        step=step,
-        monotonic_ns=monotonic_ns,
-        unix_ns=unix_ns,
-    )
-
-
-def _rows_of(
-    values: torch.Tensor, chunk: _Chunk, entries: Sequence[tuple[int, _Held]]
-) -> torch.Tensor:
-    """The rows of the entries, which are sorted by where they are in the chunk."""
-    counts = [len(held.position) for _, held in entries]
-    if sum(counts) == chunk.rows:
-        return values
-    ranges = [
-        np.arange(held.first, held.first + n) for (_, held), n in zip(entries, counts, strict=True)
+    entries = [
+        (number, chunk.step, chunk.monotonic_ns, chunk.unix_ns)
+        for chunk, chunk_entries in parts.items()
+        for number, _, _ in chunk_entries
     ]
-    return values[torch.from_numpy(np.concatenate(ranges))]
+    positions = [due for chunk_entries in parts.values() for _, _, due in chunk_entries]
+    counts = [len(due) for due in positions]
+    table = np.array(entries, np.int64).reshape(-1, 4)
+    request, step, monotonic_ns, unix_ns = np.repeat(table, counts, axis=0).T.copy()
+    position = np.fromiter(chain.from_iterable(positions), np.int64, sum(counts))
+    return Columns(request, position, step, monotonic_ns, unix_ns)
 
 
-def _last_of_each(columns: Columns, seen_lengths: IntArray) -> IntArray:
-    """Indexes of the rows to deliver: seen, the last of each position, by request and position."""
-    order = np.lexsort((columns.step, columns.position, columns.request))
-    request, position = columns.request[order], columns.position[order]
-    is_last = np.ones(len(order), dtype=bool)
-    is_last[:-1] = (np.diff(request) != 0) | (np.diff(position) != 0)
-    kept: IntArray = order[is_last & (position < seen_lengths[request])]
-    return kept
+def _rows(chunk: _Chunk, entries: Sequence[tuple[int, int, Sequence[int]]]) -> slice | torch.Tensor:
+    """Which rows of the chunk the entries are; they are sorted by where they are in it."""
+    if sum(len(due) for _, _, due in entries) == chunk.rows:
+        return slice(None)
+    ranges: list[IntArray] = [np.arange(first, first + len(due)) for _, first, due in entries]
+    return torch.from_numpy(np.concatenate(ranges))
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"

@@ -6,15 +6,16 @@ import itertools
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tapcheck.capture import Capture, IntArray, SiteRows
 from tapcheck.errors import CaptureError
+from tapcheck.layout import Account, total
 from tapcheck.request import Request
-from tapcheck.selectors import Selector, format_selector, parse_selectors, resolve
+from tapcheck.selectors import Selector, candidates, format_selector, parse_selectors, resolve
 from tapcheck.sites import Site, parse_sites
 from tapcheck.transport import RowBatch
 
@@ -28,15 +29,21 @@ class Plan:
     sites: tuple[Site, ...]
     selectors: tuple[Selector, ...]
 
-    def install_arguments(self, num_layers: int) -> str:
+    def install_arguments(self, num_layers: int, max_bytes: int) -> str:
         """What a worker needs to install taps for this plan, as JSON."""
         return json.dumps(
             {
                 "sites": [str(site) for site in self.sites],
                 "select": self.select,
                 "num_layers": num_layers,
+                "max_bytes": max_bytes,
             }
         )
+
+    def selects_before_the_last(self, request: Request) -> bool:
+        """Whether it may select a position that a prefix cache can hold: all but the last given."""
+        given = len(prompt_to_run(request)) - 1
+        return bool(candidates(self.selectors, 0, given, request.prompt_length))
 
     @property
     def select(self) -> list[str]:
@@ -65,14 +72,16 @@ def tokens_to_generate(request: Request, max_new_tokens: int) -> int:
     return 1 if request.generated_token_ids else max_new_tokens
 
 
-def finished(request: Request, generated: Sequence[int], max_new_tokens: int) -> Request:
+def finished(
+    request: Request, generated: Sequence[int], max_new_tokens: int | None = None
+) -> Request:
     """The request with what was generated for it; a teacher-forced one stays as it was.
 
-    Raises CaptureError when that is not exactly `max_new_tokens` tokens.
+    Raises CaptureError when that is not exactly `max_new_tokens` tokens; None allows any number.
     """
     if request.generated_token_ids:
         return request
-    if len(generated) != max_new_tokens:
+    if max_new_tokens is not None and len(generated) != max_new_tokens:
         raise CaptureError(
             f"request {request.id!r} ended after {len(generated)} generated tokens, but "
             f"{max_new_tokens} were asked for. Nothing was returned"
@@ -112,18 +121,25 @@ def assemble(
     plan: Plan,
     batch: RowBatch,
     metadata: Mapping[str, Any],
+    *,
+    allow_cached: bool = False,
 ) -> Capture:
     """The capture of finished requests, by owner key, from their drained rows.
 
-    Raises CaptureError when a selected row is missing or was delivered twice, naming request and
-    position: a capture with a gap is never returned.
+    Its metadata say which situations arose and, with `allow_cached`, which positions have no rows
+    because the engine read them from its prefix cache. Raises CaptureError when another selected
+    row is missing or one was delivered twice, naming request and position: a capture with a gap
+    is never returned.
     """
     requests = tuple(runs.values())
-    due_request, due_position = _due(requests, plan.selectors)
+    accounts = dict(zip(batch.request, batch.accounts, strict=True))
+    mine = [accounts.get(owner, Account()) for owner in runs]
+    cached = [account.cached if allow_cached else () for account in mine]
+    due_request, due_position = _due(requests, plan.selectors, cached)
     if not len(due_position):
         raise CaptureError(
-            f"the selectors {', '.join(plan.select)} select no position of any request: an empty "
-            "capture proves nothing"
+            f"the selectors {', '.join(plan.select)} select no position of any request"
+            f"{' outside the prefix cache' if any(cached) else ''}: an empty capture proves nothing"
         )
     number = {owner: index for index, owner in enumerate(runs)}
     renumber = np.array([number[owner] for owner in batch.request], np.int64)
@@ -149,11 +165,24 @@ def assemble(
     rows = {site: SiteRows(columns, batch.values[site]) for site in plan.sites}
     if not in_place:
         rows = {site: delivered.take(at) for site, delivered in rows.items()}
-    return Capture(requests, rows, metadata)
+    named = {run.id: ranges for run, ranges in zip(requests, cached, strict=True) if ranges}
+    situations = asdict(total(account.situations for account in mine))
+    return Capture(requests, rows, {**metadata, "situations": situations, "cached": named})
 
 
-def _due(requests: Sequence[Request], selectors: Sequence[Selector]) -> tuple[IntArray, IntArray]:
-    positions = [np.array(resolve(selectors, request), np.int64) for request in requests]
+def _due(
+    requests: Sequence[Request],
+    selectors: Sequence[Selector],
+    cached: Sequence[Sequence[tuple[int, int]]],
+) -> tuple[IntArray, IntArray]:
+    """Request and position of every row due: selected, and not in a cached range."""
+    positions = [
+        np.array(
+            [at for at in resolve(selectors, run) if not any(a <= at < b for a, b in ranges)],
+            np.int64,
+        )
+        for run, ranges in zip(requests, cached, strict=True)
+    ]
     counts = [len(position) for position in positions]
     return np.repeat(np.arange(len(requests)), counts), np.concatenate(positions)
 

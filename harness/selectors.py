@@ -18,13 +18,11 @@ stride picks before an offset shifts: `generated[*]+1/4` shifts every fourth gen
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
-
-import numpy as np
-import numpy.typing as npt
 
 from tapcheck.errors import SelectorError
 from tapcheck.request import Request
@@ -176,21 +174,21 @@ def resolve(selectors: Iterable[Selector], request: Request) -> list[int]:
 
 
 def candidates(
-    selectors: Iterable[Selector], start: int, count: int, prompt_length: int
-) -> npt.NDArray[np.bool_]:
-    """Which of the positions from `start` on may be selected, shape [count].
+    selectors: tuple[Selector, ...], start: int, count: int, prompt_length: int
+) -> Sequence[int]:
+    """Which of the `count` positions from `start` on may be selected, in ascending order.
 
-    True where the request could still grow to a length at which a selector selects the position:
+    Those at which the request could still grow to a length at which a selector selects them:
     these rows are kept until the request ends and `resolve` decides.
     """
-    mask = np.zeros(count, dtype=np.bool_)
-    for selector in selectors:
-        reach = _reach(selector, prompt_length)
-        first = reach.start
-        if first < start:
-            first = start + (first - start) % reach.step
-        mask[first - start : max(reach.stop - start, 0) : reach.step] = True
-    return mask
+    reaches = _reaches(selectors, prompt_length)
+    if count == 1:  # a decoding request's only row
+        return (start,) if any(start in reach for reach in reaches) else ()
+    within = [part for reach in reaches if (part := _clipped(reach, start, start + count))]
+    if len(within) <= 1:
+        return within[0] if within else ()
+    widest = max(within, key=len)
+    return widest if len(widest) == count else sorted(set().union(*within))
 
 
 def _as_text(text: int | str) -> str:
@@ -285,6 +283,19 @@ def _resolve_one(selector: Selector, index: int, request: Request) -> list[int]:
             "forward pass never sees; generated[-1:] selects the last one that it does see"
         )
     return [position] if 0 <= position < seen else []
+
+
+@functools.lru_cache(maxsize=4096)
+def _reaches(selectors: tuple[Selector, ...], prompt_length: int) -> tuple[range, ...]:
+    return tuple(_reach(selector, prompt_length) for selector in selectors)
+
+
+def _clipped(reach: range, start: int, stop: int) -> range:
+    """The positions of `reach` that are in [start, stop)."""
+    first = reach.start
+    if first < start:
+        first = start + (first - start) % reach.step
+    return range(first, min(reach.stop, stop), reach.step)
 
 
 def _reach(selector: Selector, prompt_length: int) -> range:

@@ -18,6 +18,7 @@ import torch
 
 from tapcheck.capture import COLUMN_NAMES, VALUE_DTYPES, Columns
 from tapcheck.errors import CaptureError, SiteError
+from tapcheck.layout import SITUATIONS, Account, Situations
 from tapcheck.sites import Site, parse_site
 
 _MAGIC = b"tapchk\x00\x01"
@@ -29,17 +30,23 @@ class RowBatch:
     """The rows of one drain of one worker: every site has the same rows.
 
     `columns.request` indexes `request`, the requests' keys; `values` holds one CPU tensor of
-    shape [rows, width] for each site. Raises CaptureError when these don't fit together.
+    shape [rows, width] for each site; `accounts` is parallel to `request`. Raises CaptureError
+    when these don't fit together.
     """
 
     request: tuple[str, ...]
     columns: Columns
     values: Mapping[Site, torch.Tensor]
+    accounts: tuple[Account, ...]
 
     def __post_init__(self) -> None:
         columns, rows = self.columns, len(self.columns)
         if len(set(self.request)) < len(self.request):
             raise CaptureError("a row batch has the same request key twice")
+        if len(self.accounts) != len(self.request):
+            raise CaptureError(
+                f"a row batch has {len(self.accounts)} accounts for {len(self.request)} requests"
+            )
         if rows and not 0 <= columns.request.min() <= columns.request.max() < len(self.request):
             raise CaptureError(
                 f"a row batch has rows of a request outside its {len(self.request)} requests"
@@ -60,35 +67,42 @@ class RowBatch:
 
 def pack(batch: RowBatch) -> bytes:
     """The batch as bytes; `unpack` reads them back."""
+    return b"".join(packed_parts(batch))
+
+
+def packed_parts(batch: RowBatch) -> list[memoryview]:
+    """The bytes of `pack` in pieces, without a copy of what is contiguous already."""
     sites = sorted(batch.values, key=lambda site: (_kind(batch.values[site]), site))
     kinds = [(str(site), *_kind(batch.values[site])[1:]) for site in sites]
-    header = json.dumps({"request": batch.request, "rows": len(batch), "sites": kinds}).encode()
+    accounts = [
+        [[getattr(account.situations, name) for name in SITUATIONS], account.cached]
+        for account in batch.accounts
+    ]
+    fields = {"request": batch.request, "accounts": accounts, "rows": len(batch), "sites": kinds}
+    header = json.dumps(fields).encode()
     header += b" " * (-len(header) % 8)
     columns = [getattr(batch.columns, name).astype("<i8", copy=False) for name in COLUMN_NAMES]
-    # join copies once, straight into the bytes that are returned
-    return b"".join(
-        [
-            _MAGIC,
-            len(header).to_bytes(8, "little"),
-            header,
-            *(np.ascontiguousarray(column).data for column in columns),
-            *(_raw(batch.values[site]).data for site in sites),
-        ]
-    )
+    return [
+        memoryview(_MAGIC + len(header).to_bytes(8, "little") + header),
+        *(np.ascontiguousarray(column).data.cast("B") for column in columns),
+        *(_raw(batch.values[site]).data for site in sites),
+    ]
 
 
-def unpack(data: bytes | bytearray) -> RowBatch:
-    """The batch that `pack` made of these bytes; its tensors share one copy of them.
+def unpack(data: bytes | bytearray | memoryview) -> RowBatch:
+    """The batch that `pack` made of these bytes.
 
-    Raises CaptureError that says what is wrong with the bytes.
+    Its tensors share `data` where that is writable, and one copy of it where it isn't. Raises
+    CaptureError that says what is wrong with the bytes.
     """
     header, at = _read_header(data)
-    names, rows, sites = _check_header(header)
+    names, accounts, rows, sites = _check_header(header)
     sizes = [width * dtype.itemsize * rows for _, dtype, width in sites]
     expected = at + 8 * rows * len(COLUMN_NAMES) + sum(sizes)
     if len(data) != expected:
         raise _bad(f"{len(data)} bytes where the header promises {expected}")
-    buffer = data if isinstance(data, bytearray) else bytearray(data)  # tensors want it writable
+    # tensors want it writable
+    buffer = bytearray(data) if memoryview(data).readonly else data
     columns = {}
     for name in COLUMN_NAMES:
         columns[name] = np.frombuffer(buffer, "<i8", rows, at)
@@ -97,7 +111,7 @@ def unpack(data: bytes | bytearray) -> RowBatch:
     for (site, dtype, width), size in zip(sites, sizes, strict=True):
         values[site] = _tensor(buffer, at, dtype, rows, width)
         at += size
-    return RowBatch(names, Columns(**columns), values)
+    return RowBatch(names, Columns(**columns), values, accounts)
 
 
 def merge(batches: Iterable[RowBatch]) -> RowBatch:
@@ -109,23 +123,38 @@ def merge(batches: Iterable[RowBatch]) -> RowBatch:
     out. Raises CaptureError that names the request and position where workers disagree.
     """
     batches = list(batches)
-    keys = tuple(sorted({key for batch in batches for key in batch.request}))
+    accounts = _merged_accounts(batches)
+    keys = tuple(sorted(accounts))
+    mine = tuple(accounts[key] for key in keys)
     parts = [_arranged(batch, keys) for batch in batches if batch.values]
     if not parts:
         empty = np.zeros(0, np.int64)
-        return RowBatch(keys, Columns(*[empty] * len(COLUMN_NAMES)), {})
-    columns = parts[0].columns
+        return RowBatch(keys, Columns(*[empty] * len(COLUMN_NAMES)), {}, mine)
+    columns = parts[0][0]
     values: dict[Site, torch.Tensor] = {}
-    for part in parts:
-        _check_same_rows(keys, columns, part.columns)
+    for part_columns, part_values in parts:
+        _check_same_rows(keys, columns, part_columns)
         columns = replace(
             columns,
-            monotonic_ns=np.maximum(columns.monotonic_ns, part.columns.monotonic_ns),
-            unix_ns=np.maximum(columns.unix_ns, part.columns.unix_ns),
+            monotonic_ns=np.maximum(columns.monotonic_ns, part_columns.monotonic_ns),
+            unix_ns=np.maximum(columns.unix_ns, part_columns.unix_ns),
         )
-        for site, tensor in part.values.items():
+        for site, tensor in part_values.items():
             _check_same_values(site, values.setdefault(site, tensor), tensor, keys, columns)
-    return RowBatch(keys, columns, {site: values[site] for site in sorted(values)})
+    return RowBatch(keys, columns, {site: values[site] for site in sorted(values)}, mine)
+
+
+def _merged_accounts(batches: Sequence[RowBatch]) -> dict[str, Account]:
+    """Every request's account, on which all workers must agree: they ran the same steps."""
+    accounts: dict[str, Account] = {}
+    for batch in batches:
+        for key, account in zip(batch.request, batch.accounts, strict=True):
+            if accounts.setdefault(key, account) != account:
+                raise CaptureError(
+                    f"request {key!r}: workers saw different steps of it, {accounts[key]} and "
+                    f"{account}"
+                )
+    return accounts
 
 
 def _kind(values: torch.Tensor) -> tuple[int, str, int]:
@@ -143,33 +172,50 @@ def _bad(reason: str) -> CaptureError:
     return CaptureError(f"a batch of rows from a worker can't be read: {reason}")
 
 
-def _read_header(data: bytes | bytearray) -> tuple[Any, int]:
+def _read_header(data: bytes | bytearray | memoryview) -> tuple[Any, int]:
     """The header's JSON, and where the columns begin."""
-    if data[: len(_MAGIC)] != _MAGIC:
+    if bytes(data[: len(_MAGIC)]) != _MAGIC:
         raise _bad(f"it begins with {bytes(data[: len(_MAGIC)])!r} instead of {_MAGIC!r}")
     begin = len(_MAGIC) + 8
     end = begin + int.from_bytes(data[len(_MAGIC) : begin], "little")
     if end > len(data):
         raise _bad(f"its {len(data)} bytes end inside the header")
     try:
-        return json.loads(data[begin:end]), end
+        return json.loads(bytes(data[begin:end])), end
     except (ValueError, RecursionError):
         raise _bad("its header is not JSON") from None
 
 
-def _check_header(header: Any) -> tuple[tuple[str, ...], int, list[tuple[Site, torch.dtype, int]]]:
-    """Request keys, row count, and (site, dtype, width) of each site."""
-    if not isinstance(header, dict) or set(header) != {"request", "rows", "sites"}:
-        raise _bad("its header lacks request, rows or sites")
+def _check_header(
+    header: Any,
+) -> tuple[tuple[str, ...], tuple[Account, ...], int, list[tuple[Site, torch.dtype, int]]]:
+    """Request keys, their accounts, row count, and (site, dtype, width) of each site."""
+    if not isinstance(header, dict) or set(header) != {"request", "accounts", "rows", "sites"}:
+        raise _bad("its header lacks request, accounts, rows or sites")
     names, rows, listed = header["request"], header["rows"], header["sites"]
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise _bad("its request keys are not a list of strings")
     if not _is_count(rows) or not isinstance(listed, list):
         raise _bad("its row count or its list of sites is malformed")
+    if not isinstance(header["accounts"], list) or len(header["accounts"]) != len(names):
+        raise _bad("its accounts are not one for each request")
     sites = [_check_site(entry) for entry in listed]
     if len({site for site, _, _ in sites}) < len(sites):
         raise _bad("it has a site twice")
-    return tuple(names), rows, sites
+    accounts = tuple(_check_account(entry) for entry in header["accounts"])
+    return tuple(names), accounts, rows, sites
+
+
+def _check_account(entry: Any) -> Account:
+    try:
+        counts, cached = entry
+        if len(counts) == len(SITUATIONS) and all(map(_is_count, counts)):
+            ranges = tuple((start, stop) for start, stop in cached)
+            if all(_is_count(start) and _is_count(stop) for start, stop in ranges):
+                return Account(Situations(*counts), ranges)
+    except (TypeError, ValueError):
+        pass
+    raise _bad(f"{entry!r} is not a request's account")
 
 
 def _check_site(entry: Any) -> tuple[Site, torch.dtype, int]:
@@ -188,15 +234,17 @@ def _is_count(number: object) -> bool:
     return type(number) is int and number >= 0
 
 
-def _tensor(buffer: bytearray, at: int, dtype: torch.dtype, rows: int, width: int) -> torch.Tensor:
+def _tensor(
+    buffer: bytearray | memoryview | bytes, at: int, dtype: torch.dtype, rows: int, width: int
+) -> torch.Tensor:
     if not rows * width:  # frombuffer refuses an empty piece
         return torch.empty((rows, width), dtype=dtype)
     flat = torch.frombuffer(buffer, dtype=dtype, count=rows * width, offset=at)
     return flat.reshape(rows, width)
 
 
-def _arranged(batch: RowBatch, keys: Sequence[str]) -> RowBatch:
-    """The batch with `keys` for its request table, its rows ordered by request and position."""
+def _arranged(batch: RowBatch, keys: Sequence[str]) -> tuple[Columns, Mapping[Site, torch.Tensor]]:
+    """The rows with `keys` for their request table, ordered by request and position."""
     index_of = {key: index for index, key in enumerate(keys)}
     new_index = np.array([index_of[key] for key in batch.request], np.int64)
     columns = replace(batch.columns, request=new_index[batch.columns.request])
@@ -207,7 +255,7 @@ def _arranged(batch: RowBatch, keys: Sequence[str]) -> RowBatch:
     twice = (np.diff(columns.request) == 0) & (np.diff(columns.position) == 0)
     if twice.any():
         raise CaptureError(f"{_row(keys, columns, int(twice.argmax()))}: a worker has it twice")
-    return RowBatch(tuple(keys), columns, values)
+    return columns, values
 
 
 def _row(keys: Sequence[str], columns: Columns, index: int) -> str:

@@ -15,9 +15,11 @@ from torch import nn
 from tapcheck.errors import EngineError
 from tapcheck.layout import Segment, StepLayout
 
-# The key in SamplingParams.extra_args under which a request carries its owner. vLLM hands
-# extra_args to the worker unchanged, whatever it does to the request's id.
+# The keys in SamplingParams.extra_args under which a request carries its owner, and how many of
+# the tokens of its prompt are a continuation that was given. vLLM hands extra_args to the worker
+# unchanged, whatever it does to the request's id.
 OWNER = "tapcheck_owner"
+FORCED = "tapcheck_forced"
 
 Begin = Callable[[StepLayout], None]
 End = Callable[[Any], None]
@@ -136,17 +138,29 @@ class V1RunnerAdapter:
         self._unwatch = []
 
     def _layout(self, kwargs: dict[str, Any]) -> StepLayout:
-        batch, counts = self._runner.input_batch, self._scheduled.num_scheduled_tokens
+        batch, requests, scheduled = (
+            self._runner.input_batch,
+            self._runner.requests,
+            self._scheduled,
+        )
+        counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
+        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
+        # one read of the array, not one of each slot
+        starts = batch.num_computed_tokens_cpu[: len(batch.req_ids)].tolist()
         segments = []
-        for slot, request_id in enumerate(batch.req_ids):
-            state = self._runner.requests[request_id]
-            extra = state.sampling_params.extra_args if state.sampling_params else None
+        for start, request_id in zip(starts, batch.req_ids, strict=True):
+            state = requests[request_id]
+            extra = (state.sampling_params and state.sampling_params.extra_args) or {}
+            forced = extra.get(FORCED, 0)
             segments.append(
                 Segment(
-                    owner=(extra or {}).get(OWNER),
-                    start=int(batch.num_computed_tokens_cpu[slot]),
-                    rows=int(counts[request_id]),
-                    prompt_length=int(state.num_prompt_tokens),
+                    owner=extra.get(OWNER),
+                    start=start,
+                    rows=counts[request_id],
+                    prompt_length=state.num_prompt_tokens - forced,
+                    drafts=len(drafts[request_id]) if request_id in drafts else 0,
+                    resumed=request_id in resumed,
+                    forced=forced,
                 )
             )
         layout = StepLayout(self._step, tuple(segments), int(kwargs["positions"].shape[-1]))
@@ -201,4 +215,5 @@ def live_settings(worker: Any) -> dict[str, Any]:
         "data_parallel_size": int(parallel.data_parallel_size),
         "max_model_len": int(config.model_config.max_model_len),
         "speculative": config.speculative_config is not None,
+        "microbatched": bool(parallel.enable_dbo),
     }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tapcheck.capture import Capture
 from tapcheck.errors import EngineError
@@ -22,13 +23,16 @@ from tapcheck.runs import (
     make_plan,
     owner_keys,
     prompt_to_run,
-    tokens_to_generate,
 )
 from tapcheck.sites import Site
-from tapcheck.vllm.backend import read_batches, unreachable
+from tapcheck.transport import RowBatch
+from tapcheck.vllm.backend import DEFAULT_MAX_BUFFER_BYTES, read_batches, unreachable
 from tapcheck.vllm.engine import capture_metadata, engine_arguments, engine_environment
-from tapcheck.vllm.protocol import decode, first_line
-from tapcheck.vllm.sampling import greedy
+from tapcheck.vllm.protocol import decode, first_line, in_step
+from tapcheck.vllm.sampling import captured, one_for_each
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 T = TypeVar("T")
 
@@ -43,8 +47,12 @@ class AsyncVLLMBackend:
 
     name = "vllm"
 
-    def __init__(self, engine: Any, model: str, metadata: Mapping[str, Any]) -> None:
+    def __init__(
+        self, engine: Any, model: str, metadata: Mapping[str, Any], max_buffer_bytes: int
+    ) -> None:
         self._engine: Any = engine
+        self._max_buffer_bytes = max_buffer_bytes
+        self._calls = itertools.count()
         self._model = model
         self._config = load_config(model)
         self.metadata = metadata
@@ -58,7 +66,12 @@ class AsyncVLLMBackend:
 
     @classmethod
     async def start(
-        cls, model: str | Path, *, dtype: str = "float32", **engine_args: Any
+        cls,
+        model: str | Path,
+        *,
+        dtype: str = "float32",
+        max_buffer_bytes: int = DEFAULT_MAX_BUFFER_BYTES,
+        **engine_args: Any,
     ) -> AsyncVLLMBackend:
         """Start an engine; arguments and errors as for `VLLMBackend`."""
         arguments = engine_arguments(model, dtype, False, engine_args)
@@ -72,8 +85,9 @@ class AsyncVLLMBackend:
             reason = first_line(error)
             raise EngineError(f"vLLM did not start {str(model)!r}: {reason}") from error
         try:
-            settings = decode((await _ask(engine, "tapcheck_describe"))[0])
-            return cls(engine, str(model), capture_metadata(str(model), dtype, False, settings))
+            settings = decode((await _ask(engine, "tapcheck_describe", -1))[0])
+            metadata = capture_metadata(str(model), dtype, False, settings)
+            return cls(engine, str(model), metadata, max_buffer_bytes)
         except BaseException:
             engine.shutdown()
             raise
@@ -90,8 +104,10 @@ class AsyncVLLMBackend:
         select: Iterable[int | str] = ("all",),
         *,
         max_new_tokens: int = 16,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        read_prefix_cache: bool = False,
     ) -> Capture:
-        """Run `requests` concurrently and capture `sites`; see `Backend.capture`.
+        """Run `requests` concurrently and capture `sites`; see `VLLMBackend.capture`.
 
         Request ids need to be unique within one call only.
         """
@@ -100,25 +116,41 @@ class AsyncVLLMBackend:
         plan = make_plan(sites, select, self.num_layers)
         metadata = {**self.metadata, "select": plan.select, "max_new_tokens": max_new_tokens}
         owners = {next(self._keys): request for request in requests}
+        each = one_for_each(sampling_params, requests)
+        params = [
+            captured(
+                request,
+                owner,
+                max_new_tokens,
+                wanted,
+                plan=plan,
+                speculative=self.metadata["engine"]["speculative"],
+                read_prefix_cache=read_prefix_cache,
+            )
+            for (owner, request), wanted in zip(owners.items(), each, strict=True)
+        ]
+        exact = max_new_tokens if sampling_params is None else None
         async with self._tapped(plan):
             try:
                 generated = await _all_or_none(
-                    self._generate(o, r, max_new_tokens) for o, r in owners.items()
+                    self._generate(owner, request, wanted)
+                    for (owner, request), wanted in zip(owners.items(), params, strict=True)
                 )
                 runs = {
-                    owner: finished(request, tokens, max_new_tokens)
+                    owner: finished(request, tokens, exact)
                     for (owner, request), tokens in zip(owners.items(), generated, strict=True)
                 }
-                return await self._collect(runs, plan, metadata)
+                batch = await self._drain(runs)
+                return assemble(runs, plan, batch, metadata, allow_cached=read_prefix_cache)
             except BaseException:
+                self._installed = None  # whatever went wrong: the next capture taps anew
                 await _to_the_end(self._discard(list(owners)))
                 raise
 
-    async def _generate(self, owner: str, request: Request, max_new_tokens: int) -> list[int]:
+    async def _generate(self, owner: str, request: Request, params: SamplingParams) -> list[int]:
         prompt = {"prompt_token_ids": list(prompt_to_run(request))}
-        sampling = greedy(tokens_to_generate(request, max_new_tokens), owner)
         tokens: list[int] = []
-        async for output in self._engine.generate(prompt, sampling, request_id=owner):
+        async for output in self._engine.generate(prompt, params, request_id=owner):
             tokens = list(output.outputs[0].token_ids)
         return tokens
 
@@ -131,7 +163,7 @@ class AsyncVLLMBackend:
             if plan != self._installed:
                 await self._idle.wait()
                 self._installed = None
-                arguments = plan.install_arguments(self.num_layers)
+                arguments = plan.install_arguments(self.num_layers, self._max_buffer_bytes)
                 for reply in await self._call("tapcheck_install", arguments):
                     decode(reply)
                 self._installed = plan
@@ -144,17 +176,10 @@ class AsyncVLLMBackend:
             if not self._in_flight:
                 self._idle.set()
 
-    async def _collect(
-        self, runs: Mapping[str, Request], plan: Plan, metadata: Mapping[str, Any]
-    ) -> Capture:
+    async def _drain(self, runs: Mapping[str, Request]) -> RowBatch:
         lengths = {owner: run.seen_length for owner, run in runs.items()}
-        try:
-            async with self._drains:
-                replies = await self._call("tapcheck_drain_packed", json.dumps(lengths))
-            return assemble(runs, plan, read_batches(replies), metadata)
-        except Exception:
-            self._installed = None  # broken or replaced taps: the next capture installs anew
-            raise
+        async with self._drains:
+            return read_batches(await self._call("tapcheck_drain_packed", json.dumps(lengths)))
 
     async def _discard(self, owners: list[str]) -> None:
         with contextlib.suppress(EngineError):  # what led here is what the caller must see
@@ -163,7 +188,7 @@ class AsyncVLLMBackend:
     async def _call(self, method: str, argument: str) -> list[Any]:
         if self._engine is None:
             raise EngineError("this backend was closed: make a new one")
-        return await _ask(self._engine, method, argument)
+        return await _ask(self._engine, method, next(self._calls), argument)
 
     def close(self) -> None:
         """End the engine's processes."""
@@ -183,12 +208,12 @@ class AsyncVLLMBackend:
         self.close()
 
 
-async def _ask(engine: Any, method: str, *arguments: str) -> list[Any]:
+async def _ask(engine: Any, method: str, call: int, *arguments: str) -> list[Any]:
     try:
-        replies: list[Any] = await engine.collective_rpc(method, args=arguments)
+        replies: list[Any] = await engine.collective_rpc(method, args=(call, *arguments))
     except Exception as error:
         raise EngineError(unreachable(error)) from error
-    return replies
+    return in_step(method, call, replies)
 
 
 async def _all_or_none(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

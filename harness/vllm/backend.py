@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tapcheck.capture import Capture
 from tapcheck.errors import EngineError
 from tapcheck.models import layer_count, load_config, require_vocabulary
 from tapcheck.request import Request
-from tapcheck.runs import (
-    Plan,
-    assemble,
-    check_requests,
-    finished,
-    make_plan,
-    owner_keys,
-    prompt_to_run,
-    tokens_to_generate,
-)
+from tapcheck.runs import Plan, check_requests, make_plan, owner_keys
 from tapcheck.sites import Site, parse_sites
 from tapcheck.transport import RowBatch, merge, unpack
 from tapcheck.vllm.engine import (
@@ -33,8 +26,16 @@ from tapcheck.vllm.engine import (
     release_engine_memory,
     require_tested_vllm,
 )
-from tapcheck.vllm.protocol import decode, first_line
-from tapcheck.vllm.sampling import greedy
+from tapcheck.vllm.protocol import decode, first_line, in_step
+from tapcheck.vllm.sampling import one_for_each
+from tapcheck.vllm.session import Session
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+
+# How many bytes of rows a worker holds for requests that nobody collects, unless told otherwise.
+DEFAULT_MAX_BUFFER_BYTES = 4 << 30
 
 
 class VLLMBackend:
@@ -42,8 +43,9 @@ class VLLMBackend:
 
     `in_process=True` runs the engine core in this process (a new engine takes seconds);
     `in_process=False` runs it in a subprocess, as vLLM does by default. `engine_args` go to
-    `vllm.LLM`. Raises ModelError, EngineError, UnsupportedVersionError or KnownIssueError before
-    the engine is built.
+    `vllm.LLM`. A worker that holds more than `max_buffer_bytes` of rows, because nobody collects
+    them, ends the capture with an error. Raises ModelError, EngineError, UnsupportedVersionError
+    or KnownIssueError before the engine is built.
     """
 
     name = "vllm"
@@ -57,18 +59,21 @@ class VLLMBackend:
         *,
         dtype: str = "float32",
         in_process: bool = True,
+        max_buffer_bytes: int = DEFAULT_MAX_BUFFER_BYTES,
         **engine_args: Any,
     ) -> None:
         arguments = engine_arguments(model, dtype, in_process, engine_args)
         # No local variable for the engine: an exception that vLLM logs keeps this frame alive.
         try:
-            self._use(_start(arguments, in_process), str(model), dtype, in_process)
+            self._use(
+                _start(arguments, in_process), str(model), dtype, in_process, max_buffer_bytes
+            )
         except BaseException:
             self.close()
             raise
 
     @classmethod
-    def attach(cls, llm: Any) -> VLLMBackend:
+    def attach(cls, llm: Any, *, max_buffer_bytes: int = DEFAULT_MAX_BUFFER_BYTES) -> VLLMBackend:
         """Capture from a `vllm.LLM` of your own; closing the backend leaves it running.
 
         It must have been started with `worker_extension_cls` set to
@@ -79,12 +84,17 @@ class VLLMBackend:
         backend = cls.__new__(cls)
         config = llm.llm_engine.vllm_config.model_config
         in_process = type(llm.llm_engine.engine_core).__name__ == "InprocClient"
-        backend._use(llm, str(config.model), str(config.dtype).removeprefix("torch."), in_process)
+        dtype = str(config.dtype).removeprefix("torch.")
+        backend._use(llm, str(config.model), dtype, in_process, max_buffer_bytes)
         backend._owns_engine = False
         return backend
 
-    def _use(self, llm: Any, model: str, dtype: str, in_process: bool) -> None:
+    def _use(
+        self, llm: Any, model: str, dtype: str, in_process: bool, max_buffer_bytes: int
+    ) -> None:
         self._llm = llm
+        self._max_buffer_bytes = max_buffer_bytes
+        self._calls = itertools.count()
         self._in_process = in_process
         self._one_at_a_time = threading.Lock()
         self._keys = owner_keys()
@@ -114,61 +124,74 @@ class VLLMBackend:
         select: Iterable[int | str] = ("all",),
         *,
         max_new_tokens: int = 16,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        read_prefix_cache: bool = False,
     ) -> Capture:
         """Run `requests` as one batch and capture `sites` at the selected positions.
 
-        See `Backend.capture`. Raises CaptureError rather than return a capture with a gap.
+        See `Backend.capture`. `sampling_params`, one for all requests or one for each, take the
+        place of `max_new_tokens` greedy tokens; a request may then end early, at a stop token or
+        string. A request whose selected positions vLLM's prefix cache may hold doesn't read the
+        cache, unless `read_prefix_cache`: then the capture has no rows there, and lists these
+        positions under `metadata["cached"]`. Raises CaptureError rather than return a capture
+        with a gap.
         """
+        self._check(requests, max_new_tokens)
+        each = one_for_each(sampling_params, requests)
+        with self.session(sites, select, read_prefix_cache=read_prefix_cache) as session:
+            for request, params in zip(requests, each, strict=True):
+                session.add_request(request, params, max_new_tokens=max_new_tokens)
+            while session.unfinished:
+                session.step()
+            capture = session.collect()
+        return replace(capture, metadata={**capture.metadata, "max_new_tokens": max_new_tokens})
+
+    @contextlib.contextmanager
+    def session(
+        self,
+        sites: Iterable[str | Site],
+        select: Iterable[int | str] = ("all",),
+        *,
+        read_prefix_cache: bool = False,
+    ) -> Iterator[Session]:
+        """A context in which requests join, run and leave step by step; see `Session`.
+
+        One session or capture runs at a time; others wait. What still runs when the context ends
+        is aborted, and rows that nobody collected are forgotten. Arguments as for `capture`.
+        """
+        plan = make_plan(sites, select, self.num_layers)
+        metadata = {**self.metadata, "select": plan.select}
+        with self._one_at_a_time:
+            self._install(plan)
+            session = Session(
+                self._llm.llm_engine,
+                plan,
+                self._keys,
+                self._check,
+                self._drain,
+                self._discard,
+                metadata,
+                read_prefix_cache=read_prefix_cache,
+            )
+            try:
+                yield session
+            except BaseException:
+                self._installed = None  # whatever went wrong: the next capture taps anew
+                raise
+            finally:
+                session.abandon()
+
+    def _check(self, requests: Sequence[Request], max_new_tokens: int) -> None:
+        """Raise CaptureError for requests that this engine can't run."""
         check_requests(requests, max_new_tokens, self.metadata["engine"]["max_model_len"])
         require_vocabulary(self._model, self._config, requests)
-        plan = make_plan(sites, select, self.num_layers)
-        owners = [next(self._keys) for _ in requests]
-        with self._one_at_a_time:
-            try:
-                self._install(plan)
-                outputs = self._generate(requests, owners, max_new_tokens)
-                runs = {
-                    owner: finished(request, output.outputs[0].token_ids, max_new_tokens)
-                    for owner, request, output in zip(owners, requests, outputs, strict=True)
-                }
-                batch = self._drain({owner: run.seen_length for owner, run in runs.items()})
-                metadata = {**self.metadata, "select": plan.select}
-                metadata["max_new_tokens"] = max_new_tokens
-                return assemble(runs, plan, batch, metadata)
-            except BaseException:
-                self._clear_away(owners)
-                raise
-
-    def _generate(
-        self, requests: Sequence[Request], owners: Sequence[str], max_new_tokens: int
-    ) -> list[Any]:
-        outputs: list[Any] = self._llm.generate(
-            [{"prompt_token_ids": list(prompt_to_run(request))} for request in requests],
-            [
-                greedy(tokens_to_generate(request, max_new_tokens), owner)
-                for request, owner in zip(requests, owners, strict=True)
-            ],
-            use_tqdm=False,
-        )
-        return outputs
-
-    def _clear_away(self, owners: Sequence[str]) -> None:
-        """After a failure: leave no request running and no row held, and tap anew next time.
-
-        What can't be cleared away, as in an engine that is gone, must not hide the failure.
-        """
-        self._installed = None
-        with contextlib.suppress(Exception):
-            engine = self._llm.llm_engine
-            engine.abort_request(list(engine.output_processor.request_states), internal=True)
-        with contextlib.suppress(EngineError):
-            self._call("tapcheck_discard", json.dumps(owners))
 
     def _install(self, plan: Plan) -> None:
         if plan == self._installed:
             return
         self._installed = None
-        for reply in self._call("tapcheck_install", plan.install_arguments(self.num_layers)):
+        arguments = plan.install_arguments(self.num_layers, self._max_buffer_bytes)
+        for reply in self._call("tapcheck_install", arguments):
             decode(reply)
         self._installed = plan
 
@@ -176,14 +199,19 @@ class VLLMBackend:
         method = "tapcheck_drain" if self._by_reference else "tapcheck_drain_packed"
         return read_batches(self._call(method, json.dumps(lengths)))
 
+    def _discard(self, owners: list[str]) -> None:
+        for reply in self._call("tapcheck_discard", json.dumps(owners)):
+            decode(reply)
+
     def _call(self, method: str, *arguments: str) -> list[Any]:
         if self._llm is None:
             raise EngineError("this backend was closed: make a new one")
+        call = next(self._calls)
         try:
-            replies: list[Any] = self._llm.collective_rpc(method, args=arguments)
+            replies: list[Any] = self._llm.collective_rpc(method, args=(call, *arguments))
         except Exception as error:
             raise EngineError(unreachable(error)) from error
-        return replies
+        return in_step(method, call, replies)
 
     def close(self) -> None:
         """End the engine and its processes and give back its memory."""
@@ -191,7 +219,7 @@ class VLLMBackend:
         if llm is None:
             return
         if not self._owns_engine:
-            llm.collective_rpc("tapcheck_uninstall")
+            llm.collective_rpc("tapcheck_uninstall", args=(next(self._calls),))
             return
         llm.llm_engine.engine_core.shutdown()
         del llm

@@ -56,7 +56,6 @@ def engine_arguments(
             "in_process": in_process,
             "enforce_eager": bool(arguments["enforce_eager"]),
             "pipeline_parallel_size": int(arguments.get("pipeline_parallel_size", 1)),
-            "speculative_decoding": arguments.get("speculative_config") is not None,
         }
     )
     if int(arguments.get("pipeline_parallel_size", 1)) > 1:

@@ -6,6 +6,7 @@ Nothing else crosses the process boundary, so vLLM's insecure serialization is n
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from tapcheck import errors
@@ -34,6 +35,22 @@ def decode(reply: str) -> Any:
         return answer["ok"]
     name = answer["error"]
     raise (getattr(errors, name) if name in errors.__all__ else EngineError)(answer["message"])
+
+
+def in_step(method: str, call: int, replies: Sequence[Any]) -> list[Any]:
+    """What the workers replied to call number `call`, without the number that each reply carries.
+
+    Raises EngineError when a reply is of another call: vLLM leaves replies in its queues when a
+    call fails in one of several workers or is given up, and hands them to the next call.
+    """
+    for rank, reply in enumerate(replies):
+        if reply[0] != call:
+            raise EngineError(
+                f"worker {rank} answered call {reply[0]} where {method!r} was call {call}: an "
+                "earlier call failed or was given up, and vLLM kept its reply in the queue. Every "
+                "later reply would be off by one: close this engine and start another"
+            )
+    return [reply[1] for reply in replies]
 
 
 def first_line(error: Exception) -> str:

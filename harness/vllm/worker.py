@@ -54,10 +54,13 @@ class WorkerTaps:
         _, contracts, final_norm = self._readings
         return [str(site) for site in tappable_sites(self.num_layers, contracts, final_norm)]
 
-    def install(self, sites: list[str], select: list[int | str]) -> None:
-        """Tap `sites` at the selected positions, in place of what was tapped before."""
+    def install(self, sites: list[str], select: list[int | str], max_bytes: int) -> None:
+        """Tap `sites` at the selected positions, in place of what was tapped before.
+
+        More than `max_bytes` of rows that nobody drains end the capture with an error.
+        """
         wanted = parse_sites(sites, self.num_layers)
-        store = RowStore(wanted, parse_selectors(select))
+        store = RowStore(wanted, parse_selectors(select), max_bytes)
         plan = plan_taps(wanted, *self._readings)
         untapped = [str(site) for site in wanted if site not in plan and site != _LOGITS]
         if untapped:
@@ -91,22 +94,24 @@ class WorkerTaps:
 
     # An exception in a forward pass would end the engine, and every request with it: the first
     # one is kept, ends the capture, and is raised by the next drain.
-    def _guarded(self, act: Callable[[RowStore], object]) -> None:
-        if self._store is None or self._failure is not None:
+    def _guarded(self, act: Callable[..., object], *arguments: Any) -> None:
+        store = self._store
+        if store is None or self._failure is not None:
             return
         try:
-            act(self._store)
+            act(store, *arguments)
         except Exception as error:
             self._failure = error
+            store.clear()
 
     def _begin(self, layout: StepLayout) -> None:
-        self._guarded(lambda store: store.begin_step(layout, self.adapter.device))
+        self._guarded(RowStore.begin_step, layout, self.adapter.device)
 
     def _put(self, site: Site, terms: Tensors) -> None:
-        self._guarded(lambda store: store.put(site, terms))
+        self._guarded(RowStore.put, site, terms)
 
     def _end(self, output: Any) -> None:
-        self._guarded(lambda store: self._close_step(store, output))
+        self._guarded(self._close_step, output)
 
     def _close_step(self, store: RowStore, output: Any) -> None:
         if store.open and _LOGITS in store.sites:
@@ -118,21 +123,28 @@ class WorkerTaps:
         store.end_step()
 
 
-def _answers(method: Callable[..., R]) -> Callable[..., R | str]:
-    """Turn an exception into a reply: raised through vLLM it would lose its class and message."""
+def _answers(method: Callable[..., R]) -> Callable[..., tuple[int, R | str]]:
+    """Reply with the number of the call, and turn an exception into a reply.
+
+    Raised through vLLM it would lose its class and message, and leave the replies of other ranks
+    in the queue for the next call.
+    """
 
     @functools.wraps(method)
-    def answer(worker: Any, *arguments: str) -> R | str:
+    def answer(worker: Any, call: int, *arguments: str) -> tuple[int, R | str]:
         try:
-            return method(worker, *arguments)
+            return call, method(worker, *arguments)
         except Exception as error:
-            return encode_error(error)
+            return call, encode_error(error)
 
     return answer
 
 
 class TapcheckWorkerExtension:
-    """Mixed into vLLM's worker by `worker_extension_cls`; called through `collective_rpc`."""
+    """Mixed into vLLM's worker by `worker_extension_cls`; called through `collective_rpc`.
+
+    The first argument of every call is its number, which the reply gives back.
+    """
 
     tapcheck_taps: WorkerTaps
 
@@ -148,9 +160,9 @@ class TapcheckWorkerExtension:
 
     @_answers
     def tapcheck_install(self, arguments: str) -> str:
-        """Install taps; `arguments` is JSON: sites, select, num_layers."""
+        """Install taps; `arguments` is JSON: num_layers, and what WorkerTaps.install takes."""
         wanted = json.loads(arguments)
-        _taps(self, wanted["num_layers"]).install(wanted["sites"], wanted["select"])
+        _taps(self, wanted.pop("num_layers")).install(**wanted)
         return encode_result(None)
 
     @_answers
@@ -193,10 +205,15 @@ def _refuse_untappable(worker: Any) -> None:
             "this engine was started without enforce_eager=True: its forward is compiled, so hooks "
             "never fire and a capture would be empty. Start it with enforce_eager=True"
         )
-    if settings["speculative"]:
+    if settings["speculative"] and settings["async_scheduling"]:
         raise EngineError(
-            "this engine decodes speculatively: rows of rejected draft tokens can't be told from "
-            "accepted ones yet. Start it without speculative_config"
+            "this engine decodes speculatively and schedules asynchronously: where a step's rows "
+            "begin is then known on the device only. Start it with async_scheduling=False"
+        )
+    if settings["microbatched"]:
+        raise EngineError(
+            "this engine splits each step into microbatches, so a hook sees half a step. Start it "
+            "with enable_dbo=False"
         )
     for kind in ("pipeline", "data"):
         if settings[f"{kind}_parallel_size"] > 1:

@@ -135,13 +135,6 @@ def test_pipeline_parallel_is_refused(
     assert start(pipeline_parallel_size=1)["pipeline_parallel_size"] == 1
 
 
-def test_speculative_decoding_is_refused(start: Start) -> None:
-    config = {"method": "ngram", "num_speculative_tokens": 2}
-    message = refusal(KnownIssueError, lambda: start(speculative_config=config))
-    assert "rejected" in message
-    assert "start the engine without speculative_config" in message
-
-
 def test_another_worker_extension_is_refused(start: Start) -> None:
     message = refusal(EngineError, lambda: start(worker_extension_cls="mine.Extension"))
     assert "worker_extension_cls is how tapcheck reaches the worker" in message

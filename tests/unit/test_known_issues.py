@@ -32,14 +32,12 @@ HEALTHY: dict[str, Value] = {
     "architecture": "llama",
     "pipeline_parallel_size": 1,
     "tensor_parallel_size": 1,
-    "speculative_decoding": False,
     "quantization": None,
     "dtype": "float32",
 }
 OTHER: dict[str, Value] = {
     "enforce_eager": True,
     "in_process": False,
-    "speculative_decoding": False,
 }
 
 
@@ -80,7 +78,6 @@ def test_the_shipped_issues_are_those_that_were_found() -> None:
         "hooks-under-compilation",
         "pipeline-parallel-on-cpu",
         "olmo2-and-gpt-neox-in-process",
-        "speculative-decoding-in-hook-mode",
         "model-runner-v2",
     ]
 
@@ -125,7 +122,6 @@ def test_possible_issues_are_those_that_nothing_rules_out() -> None:
     on_gpu = {**environment_terms(CPU_BUILD), "distribution": "vllm"}
     assert [issue.id for issue in possible_issues(on_gpu)] == [
         "hooks-under-compilation",
-        "speculative-decoding-in-hook-mode",
         "model-runner-v2",
     ]
 

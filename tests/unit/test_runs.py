@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tapcheck.capture import Capture, Columns
 from tapcheck.errors import CaptureError, SelectorError, SiteError
+from tapcheck.layout import Account
 from tapcheck.request import Request
 from tapcheck.runs import (
     Plan,
@@ -52,7 +53,8 @@ def batch_of(
     columns = Columns(request, position, position * 3, position + 10, position + 20)
     numbers = [value(owner, at) for owner, at in pairs]
     rows = torch.tensor(numbers, dtype=torch.float64).reshape(-1, 1)
-    return RowBatch(owners, columns, {site: rows + (site.layer or 0) / 2 for site in sites})
+    values = {site: rows + (site.layer or 0) / 2 for site in sites}
+    return RowBatch(owners, columns, values, (Account(),) * len(owners))
 
 
 def value(owner: str, position: int) -> float:
@@ -78,7 +80,7 @@ def test_a_run_s_rows_become_a_capture_under_the_caller_s_ids() -> None:
     assert [request.id for request in capture.requests] == ["first", "second", "third"]
     assert capture.sites == SITES
     assert len(capture) == len(EVERY) * len(SITES)
-    assert capture.metadata == {"backend": "test"}
+    assert capture.metadata["backend"] == "test"
     assert_rows_are_right(capture)
 
 

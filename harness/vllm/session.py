@@ -1,0 +1,166 @@
+"""Requests that join, run and leave a tapped engine, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tapcheck.capture import Capture
+from tapcheck.errors import CaptureError, EngineError
+from tapcheck.request import Request
+from tapcheck.runs import Plan, assemble, finished, prompt_to_run
+from tapcheck.transport import RowBatch
+from tapcheck.vllm.protocol import first_line
+from tapcheck.vllm.sampling import captured
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+Check = Callable[[list[Request], int], None]
+Drain = Callable[[Mapping[str, int]], RowBatch]
+Discard = Callable[[list[str]], None]
+
+
+class Session:
+    """A capture under way: add requests, step the engine, collect what has ended.
+
+    Made by `VLLMBackend.session`. Requests may join between any two steps; a request id may be
+    used again once the request that had it was collected or aborted.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        plan: Plan,
+        keys: Iterator[str],
+        check: Check,
+        drain: Drain,
+        discard: Discard,
+        metadata: Mapping[str, Any],
+        *,
+        read_prefix_cache: bool,
+    ) -> None:
+        self._engine = engine  # vllm's LLMEngine
+        self._plan = plan
+        self._keys = keys
+        self._check = check
+        self._drain = drain
+        self._discard = discard
+        self._metadata = metadata
+        self._read_prefix_cache = read_prefix_cache
+        self._running: dict[str, Request] = {}  # by owner, and so are the next two
+        self._exact: dict[str, int] = {}  # how many tokens those must generate that none stops
+        self._ended: dict[str, Request] = {}
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The ids of the requests that wait or run."""
+        return [request.id for request in self._running.values()]
+
+    def add_request(
+        self,
+        request: Request,
+        sampling_params: SamplingParams | None = None,
+        *,
+        max_new_tokens: int = 16,
+    ) -> None:
+        """Queue a request; without `sampling_params` it is decoded greedily past any stop token.
+
+        Raises CaptureError for one that doesn't fit the engine, whose id is in use, or whose
+        parameters sample more than once.
+        """
+        if request.id in self.unfinished or request.id in [r.id for r in self._ended.values()]:
+            raise CaptureError(
+                f"request id {request.id!r} is in use: collect or abort the request that has it, "
+                "or give this one another id"
+            )
+        if sampling_params is not None and sampling_params.max_tokens is not None:
+            max_new_tokens = sampling_params.max_tokens
+        self._check([request], max_new_tokens)
+        owner = next(self._keys)
+        params = captured(
+            request,
+            owner,
+            max_new_tokens,
+            sampling_params,
+            plan=self._plan,
+            speculative=self._metadata["engine"]["speculative"],
+            read_prefix_cache=self._read_prefix_cache,
+        )
+        prompt = {"type": "token", "prompt_token_ids": list(prompt_to_run(request))}
+        with _engine_errors():
+            self._engine.add_request(owner, prompt, params)
+        self._running[owner] = request
+        if sampling_params is None:
+            self._exact[owner] = max_new_tokens
+
+    def step(self) -> list[RequestOutput]:
+        """Run the engine once; returns vLLM's outputs of the requests that ended, by caller's id.
+
+        Raises EngineError when the engine fails, as when its process was killed.
+        """
+        with _engine_errors():
+            outputs = self._engine.step()
+        ended = []
+        for output in outputs:
+            request = self._running.get(output.request_id)
+            if request is not None and output.finished:
+                owner = output.request_id
+                tokens = output.outputs[0].token_ids
+                self._ended[owner] = finished(request, tokens, self._exact.pop(owner, None))
+                del self._running[owner]
+                output.request_id = request.id
+                ended.append(output)
+        return ended
+
+    def abort_request(self, request_id: str) -> None:
+        """End a waiting or running request and forget its rows; raises KeyError for no such id."""
+        owner = next((o for o, r in self._running.items() if r.id == request_id), None)
+        if owner is None:
+            raise KeyError(f"no request {request_id!r} is waiting or running")
+        del self._running[owner]
+        self._exact.pop(owner, None)
+        with _engine_errors():
+            self._engine.abort_request([owner])
+        self._discard([owner])
+
+    def collect(self) -> Capture:
+        """The capture of the requests that ended since the last collect, in the order of joining.
+
+        Raises CaptureError, and forgets them, when a row that is due was not delivered.
+        """
+        runs = {owner: self._ended.pop(owner) for owner in sorted(self._ended, key=_joined)}
+        if not runs:
+            raise CaptureError("no request has ended since the last collect: step the engine first")
+        batch = self._drain({owner: run.seen_length for owner, run in runs.items()})
+        return assemble(
+            runs, self._plan, batch, self._metadata, allow_cached=self._read_prefix_cache
+        )
+
+    def abandon(self) -> None:
+        """Abort what runs and forget every row; says nothing when the engine is gone."""
+        owners = [*self._running, *self._ended]
+        self._running, self._exact, self._ended = {}, {}, {}
+        if not owners:
+            return
+        with contextlib.suppress(Exception):
+            self._engine.abort_request(owners)
+        with contextlib.suppress(EngineError):
+            self._discard(owners)
+
+
+def _joined(owner: str) -> int:
+    return int(owner.rsplit("/", 1)[1])
+
+
+@contextlib.contextmanager
+def _engine_errors() -> Iterator[None]:
+    """Say in an EngineError what failed inside vLLM."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineError(
+            f"the engine failed: {type(error).__name__}: {first_line(error)}. See vLLM's log above "
+            "for the cause. If its process has ended, close this backend and start another"
+        ) from error
