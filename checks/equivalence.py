@@ -7,7 +7,7 @@ import numpy as np
 from tapcheck.capture import Capture, IntArray
 from tapcheck.checks import comparison_listeners, hints
 from tapcheck.checks.comparison import Comparison, SiteSummary
-from tapcheck.checks.ledger import Ledger, LedgerEntry, RowBook
+from tapcheck.checks.ledger import Ledger, LedgerEntry, RowBook, cached_positions
 from tapcheck.checks.message import explain
 from tapcheck.checks.pairing import FailingRows, Pairs
 from tapcheck.checks.tokens import compare_tokens
@@ -39,13 +39,14 @@ def compare_captures(
 ) -> Comparison:
     """Compare every (request, site, position) of two captures, one site in memory at a time.
 
-    Tokens, rows and values are all judged, whatever was found before. `rtol` as in
-    `assert_captures_match`. Raises ToleranceError for an rtol outside [0, 1), or for a dtype
-    without a fixed tolerance when rtol is None.
+    Tokens, rows and values are all judged, whatever was found before. Positions that `actual`
+    lists as read from a prefix cache are not due. `rtol` as in `assert_captures_match`. Raises
+    ToleranceError for an rtol outside [0, 1), or for a dtype without a fixed tolerance when rtol
+    is None.
     """
     if rtol is not None:
         check_rtol(rtol)
-    book = RowBook.open(expected.requests, actual.requests)
+    book = RowBook.open(expected.requests, actual.requests, cached_positions(actual))
     reference = RowBook.open(expected.requests, expected.requests)
     entries: list[LedgerEntry] = []
     summaries: list[SiteSummary] = []
@@ -57,7 +58,7 @@ def compare_captures(
         if theirs is not None:
             expected_keys = reference.delivered_keys(theirs.columns)
             entries += _duplicated_in_expected(site, expected_keys, reference)
-        distinct = np.unique(expected_keys)
+        distinct = book.computed(np.unique(expected_keys))
         due += len(distinct)
         delivered += 0 if mine is None else len(mine)
         entries += book.entries(site, distinct, None if mine is None else mine.columns)
@@ -71,7 +72,7 @@ def compare_captures(
     explanation = hints.explain(failing, expected) if failing else None
     return Comparison(
         token_problems=tuple(compare_tokens(actual.requests, expected.requests)),
-        ledger=Ledger(due, delivered, tuple(entries)),
+        ledger=Ledger(due, delivered, tuple(entries), book.cached),
         sites=tuple(summaries),
         explanation=explanation,
     )

@@ -35,15 +35,29 @@ class LedgerEntry:
 
 
 @dataclass(frozen=True)
+class CachedPositions:
+    """Positions [start, stop) of a request that no forward pass computed: a prefix cache had them.
+
+    The capture says so itself, of a request that was allowed to read the cache.
+    """
+
+    request_id: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Ledger:
     """Rows due against rows delivered (copies and unexpected rows counted).
 
-    Entries are in execution order of their sites, then by kind, request and position.
+    Entries are in execution order of their sites, then by kind, request and position. Rows at
+    `cached` positions are not due.
     """
 
     due: int
     delivered: int
     entries: tuple[LedgerEntry, ...] = ()
+    cached: tuple[CachedPositions, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -70,14 +84,16 @@ def compare_ledger(
     selectors = parse_selectors(select)
     captured = {request.id: request for request in capture.requests}
     asked = [_with_generated(request, captured) for request in requests]
-    book = RowBook.open(asked, capture.requests)
+    book = RowBook.open(asked, capture.requests, cached_positions(capture))
     positions = [
         np.array(_due_positions(selectors, request, request.id in captured), np.int64)
         for request in asked
     ]
-    due = book.keys_of(
-        np.repeat(np.arange(len(asked)), [len(part) for part in positions]),
-        np.concatenate([*positions, np.empty(0, np.int64)]),
+    due = book.computed(
+        book.keys_of(
+            np.repeat(np.arange(len(asked)), [len(part) for part in positions]),
+            np.concatenate([*positions, np.empty(0, np.int64)]),
+        )
     )
     wanted = {parse_site(site) for site in sites}
     entries: list[LedgerEntry] = []
@@ -86,7 +102,17 @@ def compare_ledger(
         columns = capture.rows[site].columns if site in capture.rows else None
         delivered += 0 if columns is None else len(columns)
         entries += book.entries(site, due if site in wanted else due[:0], columns)
-    return Ledger(len(due) * len(wanted), delivered, tuple(entries))
+    return Ledger(len(due) * len(wanted), delivered, tuple(entries), book.cached)
+
+
+def cached_positions(capture: Capture) -> tuple[CachedPositions, ...]:
+    """The positions that the capture lists as read from a prefix cache."""
+    listed = capture.metadata.get("cached", {})
+    return tuple(
+        CachedPositions(request_id, start, stop)
+        for request_id, ranges in listed.items()
+        for start, stop in ranges
+    )
 
 
 def _with_generated(asked: Request, captured: dict[str, Request]) -> Request:
@@ -113,21 +139,27 @@ class RowBook:
     """Gives each row one integer key, and says what is wrong with a site's keys.
 
     `requests` are those whose rows are due, then those that were only delivered; `number` holds
-    the place in it of each of the capture's requests.
+    the place in it of each of the capture's requests. Rows at `cached` positions are not due.
     """
 
     requests: tuple[Request, ...]
     due_requests: int
     number: tuple[int, ...]
+    cached: tuple[CachedPositions, ...] = ()
 
     @classmethod
-    def open(cls, due: Sequence[Request], captured: Sequence[Request]) -> RowBook:
+    def open(
+        cls,
+        due: Sequence[Request],
+        captured: Sequence[Request],
+        cached: tuple[CachedPositions, ...] = (),
+    ) -> RowBook:
         """A book for rows of the `due` requests, delivered by a capture of `captured`."""
         ids = {request.id: place for place, request in enumerate(due)}
         extra = [request for request in captured if request.id not in ids]
         ids |= {request.id: len(due) + place for place, request in enumerate(extra)}
         number = tuple(ids[request.id] for request in captured)
-        return cls((*due, *extra), len(due), number)
+        return cls((*due, *extra), len(due), number, cached)
 
     @cached_property
     def delivered_requests(self) -> frozenset[int]:
@@ -137,6 +169,17 @@ class RowBook:
     def keys_of(self, request: IntArray, position: IntArray) -> IntArray:
         """The keys of rows of the requests numbered `request`: they sort as (request, position)."""
         return request * _STRIDE + position + _STRIDE // 2
+
+    def computed(self, keys: IntArray) -> IntArray:
+        """Those of the keys whose position a forward pass computed."""
+        place = {request.id: number for number, request in enumerate(self.requests)}
+        keep = np.ones(len(keys), dtype=bool)
+        for cached in self.cached:
+            if cached.request_id not in place:
+                continue
+            first = place[cached.request_id] * _STRIDE + _STRIDE // 2
+            keep &= (keys < first + cached.start) | (keys >= first + cached.stop)
+        return keys[keep]
 
     def owner(self, key: int) -> tuple[Request, int]:
         """The request and position of a key."""
@@ -197,16 +240,16 @@ class RowBook:
     def _why_unexpected(self, key: int, site_due: bool) -> str:
         request, position = self.owner(key)
         length = len(request.token_ids)
-        if not site_due:
-            return "no row is due at this site"
-        if key // _STRIDE >= self.due_requests:
-            return "no row is due for this request"
+        if not site_due or key // _STRIDE >= self.due_requests:
+            return f"no row is due {'for this request' if site_due else 'at this site'}"
         if position < 0:
             return "the position is negative"
         if position >= length:
             return f"the position is beyond the sequence (length {length})"
         if position >= request.seen_length:
             return "the last generated token, which no forward pass sees"
+        if not len(self.computed(np.array([key]))):
+            return "the capture itself lists the position as read from the prefix cache"
         return "not among the positions due"
 
 

@@ -43,7 +43,17 @@ def _passed(comparison: Comparison) -> str:
         f"captures match: {comparison.rows_compared:,} rows at "
         f"{_count(len(comparison.sites), 'site')}, worst relative error "
         f"{comparison.worst_relative_error:.2g}, allowed {' and '.join(f'{x:.2g}' for x in limits)}"
+        f"{_cached(comparison.ledger)}"
     )
+
+
+def _cached(ledger: Ledger) -> str:
+    """What was left out of the comparison, as no capture can have it."""
+    if not ledger.cached:
+        return ""
+    positions = sum(cached.stop - cached.start for cached in ledger.cached)
+    of = _count(len({cached.request_id for cached in ledger.cached}), "request")
+    return f"; {_count(positions, 'position')} of {of} not compared: read from the prefix cache"
 
 
 def _headline(comparison: Comparison) -> str:

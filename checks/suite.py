@@ -20,9 +20,13 @@ from tapcheck.checks.equivalence import compare_captures
 from tapcheck.checks.faults import FAULTS
 from tapcheck.checks.jobs import SELFTEST, Job
 from tapcheck.checks.ledger import compare_ledger
-from tapcheck.checks.message import explain, where
-from tapcheck.checks.sources import source_hash
-from tapcheck.checks.tolerances import default_rtol
+from tapcheck.checks.measures import (
+    comparison_result,
+    completed,
+    count_situations,
+    near_the_largest,
+)
+from tapcheck.checks.message import where
 from tapcheck.compatibility.rows import EngineSettings
 from tapcheck.compatibility.verdict import CheckResult, Condition
 from tapcheck.hf import HFBackend
@@ -121,7 +125,7 @@ def check_ledger(
     reason = f"{ledger.delivered} of {ledger.due} rows delivered, {shared} requests in one step"
     if problems:
         reason = f"{len(problems)} rows wrong; the first: {problems[0].reason}"
-    return _result(
+    return completed(
         check_ledger,
         reason,
         {
@@ -141,40 +145,16 @@ def check_ledger(
 
 def check_equivalence(actual: Capture, expected: Capture, rtol: float | None = None) -> CheckResult:
     """Every row equals Transformers' row of the same request, site and position."""
-    comparison = compare_captures(actual, expected, rtol=rtol)
-    limit = max((site.rtol for site in comparison.sites), default=0.0)
-    first = comparison.first_divergence
-    return _result(
-        check_equivalence,
-        explain(comparison).splitlines()[0],
-        {
-            "rows_due": comparison.rows_due,
-            "rows_compared": comparison.rows_compared,
-            "sites": len(comparison.sites),
-            "failing_sites": len(comparison.failing_sites),
-            "token_problems": len(comparison.token_problems),
-            "ledger_problems": len(comparison.ledger.entries),
-            "worst_relative_error": comparison.worst_relative_error,
-        },
-        Condition("rows_compared", ">=", 1),
-        Condition("rows_compared", "==", "rows_due"),
-        Condition("token_problems", "==", 0),
-        Condition("ledger_problems", "==", 0),
-        Condition("failing_sites", "==", 0),
-        Condition("worst_relative_error", "<=", limit),
-        first=where(first) if first else None,
-    )
+    return comparison_result(check_equivalence, compare_captures(actual, expected, rtol=rtol))
 
 
 def check_tokens(actual: Capture, expected: Capture, new_tokens: int) -> CheckResult:
     """Each generated token is the one that Transformers finds likeliest, teacher-forced.
 
     Every request must have generated `new_tokens`. In a narrow dtype two tokens can tie: one
-    counts as equal when Transformers' logit for it is as near to the largest as the dtype's fixed
-    tolerance allows a logit of root-mean-square size to be off.
+    counts as equal when Transformers' logit for it ties with the largest, see `near_the_largest`.
     """
     rows = expected["logits"]
-    rtol = default_rtol(rows.values.dtype)
     compared, different, first = 0, 0, None
     for index, request in enumerate(actual.requests):
         # The row before a generated token is the one that it was chosen from.
@@ -182,17 +162,15 @@ def check_tokens(actual: Capture, expected: Capture, new_tokens: int) -> CheckRe
         generated = torch.tensor(request.generated_token_ids, dtype=torch.int64)
         mine = rows.columns.request == index
         at = np.flatnonzero(mine & (nth >= 0) & (nth < len(generated)))
-        logits = rows.values[torch.from_numpy(at)].float()
+        logits = rows.values[torch.from_numpy(at)]
         chosen = generated[torch.from_numpy(nth[at])]
-        gap = logits.amax(-1) - logits.gather(-1, chosen[:, None])[:, 0]
-        allowed = rtol * logits.pow(2).mean(-1).sqrt()
-        wrong = torch.nonzero(~(gap <= allowed))[:, 0]
+        wrong = torch.nonzero(~near_the_largest(logits, chosen))[:, 0]
         compared += len(at)
         different += len(wrong)
         if len(wrong) and first is None:
             position = int(rows.columns.position[at[int(wrong[0])]]) + 1
             first = f"request {request.id!r}, position {position}"
-    return _result(
+    return completed(
         check_tokens,
         f"{compared - different} of {compared} generated tokens are Transformers' own choice",
         {
@@ -222,7 +200,7 @@ def check_the_checker(reference: HFBackend) -> CheckResult:
     reason = f"{caught} of {len(FAULTS)} injected faults caught, {false_alarms} false alarms"
     if missed:
         reason += f"; missed: {', '.join(missed)}"
-    result = _result(
+    result = completed(
         check_the_checker,
         reason,
         {
@@ -235,42 +213,6 @@ def check_the_checker(reference: HFBackend) -> CheckResult:
         Condition("false_alarms", "==", 0),
     )
     return replace(result, name=SELFTEST, seconds=round(time.monotonic() - started, 3))
-
-
-def count_situations(capture: Capture) -> dict[str, int]:
-    """How often what makes ownership hard arose, from the steps that rows say they came from."""
-    columns = next(iter(capture.rows.values())).columns
-    lengths = np.array([request.prompt_length for request in capture.requests])
-    decode = columns.position >= lengths[columns.request]
-    steps = np.unique(columns.step)
-    owners = [np.unique(columns.request[columns.step == step]).size for step in steps]
-    mixed = [np.unique(decode[columns.step == step]).size == 2 for step in steps]
-    return {
-        "requests": len(capture.requests),
-        "steps": len(steps),
-        "most_requests_in_one_step": max(owners, default=0),
-        "steps_mixing_prefill_and_decode": sum(mixed),
-        "prompt_rows": int((~decode).sum()),
-        "generated_rows": int(decode.sum()),
-    }
-
-
-def _result(
-    judge: Callable[..., object],
-    reason: str,
-    metrics: dict[str, int | float],
-    *conditions: Condition,
-    first: str | None = None,
-) -> CheckResult:
-    return CheckResult(
-        name="",
-        outcome="completed",
-        reason=reason,
-        metrics=metrics,
-        conditions=conditions,
-        first_divergence=first,
-        source_hash=source_hash(judge),
-    )
 
 
 def _engine_settings(job: Job, capture: Capture) -> EngineSettings:

@@ -134,6 +134,18 @@ class Capture:
         """The captured sites, in execution order."""
         return tuple(sorted(self.rows))
 
+    @property
+    def situations(self) -> dict[str, int]:
+        """How often what makes row ownership hard arose: see `tapcheck.layout.Situations`.
+
+        Sums over the requests; empty when the backend didn't count.
+        """
+        counts: dict[str, int] = {}
+        for mine in self.metadata.get("situations", {}).values():
+            for name, count in mine.items():
+                counts[name] = counts.get(name, 0) + count
+        return counts
+
     def __len__(self) -> int:
         return sum(len(rows) for rows in self.rows.values())
 
@@ -241,7 +253,13 @@ class Capture:
             rows = self[site].take(np.flatnonzero(keep))
             renumbered = np.array([new_index[int(old)] for old in rows.columns.request], np.int64)
             picked[site] = SiteRows(replace(rows.columns, request=renumbered), rows.values)
-        return Capture(chosen, picked, self.metadata)
+        ids = {request.id for request in chosen}
+        kept = {
+            key: {name: value for name, value in self.metadata[key].items() if name in ids}
+            for key in _OF_REQUESTS
+            if key in self.metadata
+        }
+        return Capture(chosen, picked, {**self.metadata, **kept})
 
     def split(self) -> dict[str, Capture]:
         """One capture for each request, by id; `join` puts them back together."""
@@ -284,7 +302,21 @@ def join(captures: Sequence[Capture]) -> Capture:
             columns = replace(rows.columns, request=renumbered)
             parts.setdefault(site, []).append(SiteRows(columns, rows.values))
     joined = {site: _join_rows(site, parts[site], tuple(requests)) for site in sorted(parts)}
-    return Capture(tuple(requests.values()), joined, captures[0].metadata if captures else {})
+    return Capture(tuple(requests.values()), joined, _joined_metadata(captures))
+
+
+# The metadata that are kept for each request, by its id.
+_OF_REQUESTS = ("cached", "situations")
+
+
+def _joined_metadata(captures: Sequence[Capture]) -> Mapping[str, Any]:
+    """The first part's metadata, with what is kept for each request from all parts."""
+    metadata = dict(captures[0].metadata) if captures else {}
+    for key in _OF_REQUESTS:
+        parts = [capture.metadata[key] for capture in captures if key in capture.metadata]
+        if parts:
+            metadata[key] = {name: value for part in parts for name, value in part.items()}
+    return metadata
 
 
 def _join_rows(site: Site, parts: Sequence[SiteRows], ids: Sequence[str]) -> SiteRows:

@@ -5,7 +5,6 @@ Pure Python: a runner adapter fills it from its engine's scheduler, and everythi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from tapcheck.errors import CaptureError
@@ -70,7 +69,7 @@ class StepLayout:
 
 @dataclass(frozen=True)
 class Situations:
-    """How often what makes row ownership hard arose, for one request or summed over several.
+    """How often what makes row ownership hard arose, for one request.
 
     forward_passes: passes with rows of the request. shared_passes: those with rows of another
     request too. mixed_passes: those in which one request prefills and another decodes.
@@ -96,12 +95,6 @@ class Situations:
 
 
 SITUATIONS = tuple(field.name for field in fields(Situations))
-
-
-def total(situations: Iterable[Situations]) -> Situations:
-    """The sum of every count."""
-    counts = [[getattr(each, name) for name in SITUATIONS] for each in situations]
-    return Situations(*map(sum, zip(*counts, strict=True))) if counts else Situations()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tapcheck.capture import Capture, IntArray, SiteRows
 from tapcheck.errors import CaptureError
-from tapcheck.layout import Account, total
+from tapcheck.layout import Account
 from tapcheck.request import Request
 from tapcheck.selectors import Selector, candidates, format_selector, parse_selectors, resolve
 from tapcheck.sites import Site, parse_sites
@@ -165,9 +165,11 @@ def assemble(
     rows = {site: SiteRows(columns, batch.values[site]) for site in plan.sites}
     if not in_place:
         rows = {site: delivered.take(at) for site, delivered in rows.items()}
-    named = {run.id: ranges for run, ranges in zip(requests, cached, strict=True) if ranges}
-    situations = asdict(total(account.situations for account in mine))
-    return Capture(requests, rows, {**metadata, "situations": situations, "cached": named})
+    told = {
+        "situations": {r.id: asdict(a.situations) for r, a in zip(requests, mine, strict=True)},
+        "cached": {r.id: ranges for r, ranges in zip(requests, cached, strict=True) if ranges},
+    }
+    return Capture(requests, rows, {**metadata, **told})
 
 
 def _due(

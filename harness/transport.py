@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ from tapcheck.sites import Site, parse_site
 
 _MAGIC = b"tapchk\x00\x01"
 _DTYPE_NAMES = {dtype: name for name, dtype in VALUE_DTYPES.items()}
+_counts = attrgetter(*SITUATIONS)
+_columns = attrgetter(*COLUMN_NAMES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,20 +76,20 @@ def pack(batch: RowBatch) -> bytes:
 
 def packed_parts(batch: RowBatch) -> list[memoryview]:
     """The bytes of `pack` in pieces, without a copy of what is contiguous already."""
-    sites = sorted(batch.values, key=lambda site: (_kind(batch.values[site]), site))
-    kinds = [(str(site), *_kind(batch.values[site])[1:]) for site in sites]
-    accounts = [
-        [[getattr(account.situations, name) for name in SITUATIONS], account.cached]
-        for account in batch.accounts
-    ]
-    fields = {"request": batch.request, "accounts": accounts, "rows": len(batch), "sites": kinds}
+    sites = sorted((_kind(values), site) for site, values in batch.values.items())
+    fields = {
+        "request": batch.request,
+        "accounts": [(_counts(account.situations), account.cached) for account in batch.accounts],
+        "rows": len(batch),
+        "sites": [(str(site), dtype, width) for (_, dtype, width), site in sites],
+    }
     header = json.dumps(fields).encode()
     header += b" " * (-len(header) % 8)
-    columns = [getattr(batch.columns, name).astype("<i8", copy=False) for name in COLUMN_NAMES]
+    columns = [np.ascontiguousarray(column, "<i8") for column in _columns(batch.columns)]
     return [
         memoryview(_MAGIC + len(header).to_bytes(8, "little") + header),
-        *(np.ascontiguousarray(column).data.cast("B") for column in columns),
-        *(_raw(batch.values[site]).data for site in sites),
+        *(column.data.cast("B") for column in columns),
+        *(_raw(batch.values[site]).data for _, site in sites),
     ]
 
 
@@ -202,20 +206,26 @@ def _check_header(
     sites = [_check_site(entry) for entry in listed]
     if len({site for site, _, _ in sites}) < len(sites):
         raise _bad("it has a site twice")
-    accounts = tuple(_check_account(entry) for entry in header["accounts"])
-    return tuple(names), accounts, rows, sites
+    return tuple(names), _check_accounts(header["accounts"]), rows, sites
 
 
-def _check_account(entry: Any) -> Account:
+def _check_accounts(listed: list[Any]) -> tuple[Account, ...]:
     try:
-        counts, cached = entry
-        if len(counts) == len(SITUATIONS) and all(map(_is_count, counts)):
-            ranges = tuple((start, stop) for start, stop in cached)
-            if all(_is_count(start) and _is_count(stop) for start, stop in ranges):
-                return Account(Situations(*counts), ranges)
+        accounts = tuple(
+            [
+                Account(Situations(*counts), tuple([(start, stop) for start, stop in cached]))
+                for counts, cached in listed
+            ]
+        )
+        numbers = [*chain.from_iterable(counts for counts, _ in listed)]
+        as_due = len(numbers) == len(SITUATIONS) * len(listed)
+        numbers += [number for account in accounts for pair in account.cached for number in pair]
+        # types first: True is no count, and numbers alone have an order
+        if as_due and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0:
+            return accounts
     except (TypeError, ValueError):
         pass
-    raise _bad(f"{entry!r} is not a request's account")
+    raise _bad(f"its accounts are not {len(SITUATIONS)} counts and ranges of positions each")
 
 
 def _check_site(entry: Any) -> tuple[Site, torch.dtype, int]:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from tapcheck.capture import COLUMN_NAMES, VALUE_DTYPES, Capture, Columns, SiteRows
+from tapcheck.layout import SITUATIONS, Account, Situations
 from tapcheck.request import Request
 from tapcheck.selectors import Selector
 from tapcheck.sites import Site, all_sites
@@ -84,6 +85,14 @@ def captures(draw: st.DrawFn, ids: st.SearchStrategy[str] = request_ids) -> Capt
     return Capture(tuple(of_whom), rows, {"backend": "hf", "dtype": "float32"})
 
 
+_counts = st.integers(0, 2**40)
+accounts = st.builds(
+    Account,
+    situations=st.builds(Situations, **dict.fromkeys(SITUATIONS, _counts)),
+    cached=st.lists(st.tuples(_counts, _counts), max_size=3).map(tuple),
+)
+
+
 @st.composite
 def row_batches(draw: st.DrawFn) -> RowBatch:
     """What one worker hands over: the same distinct rows, in any order, at up to four sites."""
@@ -94,4 +103,5 @@ def row_batches(draw: st.DrawFn) -> RowBatch:
     tensors = {
         site: draw(values(len(pairs), draw(st.integers(0, 3)), draw(dtypes))) for site in where
     }
-    return RowBatch(tuple(keys), draw(columns_at(pairs)), tensors)
+    of_whom = tuple(draw(accounts) for _ in keys)
+    return RowBatch(tuple(keys), draw(columns_at(pairs)), tensors, of_whom)

@@ -17,6 +17,7 @@ from tapcheck.errors import EngineError
 from tapcheck.models import layer_count, load_config, require_vocabulary
 from tapcheck.request import Request
 from tapcheck.runs import Plan, check_requests, make_plan, owner_keys
+from tapcheck.selectors import parse_selectors
 from tapcheck.sites import Site, parse_sites
 from tapcheck.transport import RowBatch, merge, unpack
 from tapcheck.vllm.engine import (
@@ -31,7 +32,7 @@ from tapcheck.vllm.sampling import one_for_each
 from tapcheck.vllm.session import Session
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from vllm import RequestOutput, SamplingParams
 
 
 # How many bytes of rows a worker holds for requests that nobody collects, unless told otherwise.
@@ -160,26 +161,74 @@ class VLLMBackend:
         is aborted, and rows that nobody collected are forgotten. Arguments as for `capture`.
         """
         plan = make_plan(sites, select, self.num_layers)
-        metadata = {**self.metadata, "select": plan.select}
         with self._one_at_a_time:
             self._install(plan)
-            session = Session(
-                self._llm.llm_engine,
-                plan,
-                self._keys,
-                self._check,
-                self._drain,
-                self._discard,
-                metadata,
-                read_prefix_cache=read_prefix_cache,
-            )
-            try:
+            with self._running(plan, read_prefix_cache) as session:
                 yield session
-            except BaseException:
-                self._installed = None  # whatever went wrong: the next capture taps anew
-                raise
-            finally:
-                session.abandon()
+
+    def generate_untapped(
+        self,
+        requests: Sequence[Request],
+        select: Iterable[int | str] = ("all",),
+        *,
+        max_new_tokens: int = 16,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Run `requests` as a capture of these selectors does, with no tap installed.
+
+        Returns vLLM's outputs, by the caller's ids and in the order of `requests`. Arguments and
+        errors as for `capture`: beside it, this shows what capture costs or changes.
+        """
+        self._check(requests, max_new_tokens)
+        each = one_for_each(sampling_params, requests)
+        outputs: dict[str, RequestOutput] = {}
+        with self._one_at_a_time:
+            self._uninstall()
+            with self._running(Plan((), parse_selectors(select)), False) as session:
+                for request, params in zip(requests, each, strict=True):
+                    session.add_request(request, params, max_new_tokens=max_new_tokens)
+                while session.unfinished:
+                    outputs |= {output.request_id: output for output in session.step()}
+        return [outputs[request.id] for request in requests]
+
+    def reset_prefix_cache(self) -> None:
+        """Empty vLLM's prefix cache, so that the next request computes every position itself.
+
+        Raises EngineError while requests of an engine of your own run in it.
+        """
+        with self._one_at_a_time:
+            if not self._engine().reset_prefix_cache():
+                raise EngineError(
+                    "vLLM did not empty its prefix cache: requests are running, which hold blocks "
+                    "of it. Let them end first"
+                )
+
+    @contextlib.contextmanager
+    def _running(self, plan: Plan, read_prefix_cache: bool) -> Iterator[Session]:
+        """A session of this plan, whose taps are in place, and its end."""
+        session = Session(
+            self._engine(),
+            plan,
+            self._keys,
+            self._check,
+            self._drain,
+            self._discard,
+            {**self.metadata, "select": plan.select},
+            read_prefix_cache=read_prefix_cache,
+        )
+        try:
+            yield session
+        except BaseException:
+            self._installed = None  # whatever went wrong: the next capture taps anew
+            raise
+        finally:
+            session.abandon()
+
+    def _engine(self) -> Any:
+        """vLLM's LLMEngine; raises EngineError when the backend was closed."""
+        if self._llm is None:
+            raise EngineError("this backend was closed: make a new one")
+        return self._llm.llm_engine
 
     def _check(self, requests: Sequence[Request], max_new_tokens: int) -> None:
         """Raise CaptureError for requests that this engine can't run."""
@@ -195,6 +244,11 @@ class VLLMBackend:
             decode(reply)
         self._installed = plan
 
+    def _uninstall(self) -> None:
+        self._installed = None
+        for reply in self._call("tapcheck_uninstall"):
+            decode(reply)
+
     def _drain(self, lengths: Mapping[str, int]) -> RowBatch:
         method = "tapcheck_drain" if self._by_reference else "tapcheck_drain_packed"
         return read_batches(self._call(method, json.dumps(lengths)))
@@ -204,8 +258,7 @@ class VLLMBackend:
             decode(reply)
 
     def _call(self, method: str, *arguments: str) -> list[Any]:
-        if self._llm is None:
-            raise EngineError("this backend was closed: make a new one")
+        self._engine()
         call = next(self._calls)
         try:
             replies: list[Any] = self._llm.collective_rpc(method, args=(call, *arguments))

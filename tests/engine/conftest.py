@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tapcheck.checks.suite import make_requests
 from tapcheck.fixtures.pool import EnginePool
+from tapcheck.layout import StepLayout
 from tapcheck.request import Request
 from tapcheck.vllm.backend import VLLMBackend
 
@@ -29,3 +32,26 @@ def engine(engine_pool: EnginePool, llama: Path) -> VLLMBackend:
 def requests() -> list[Request]:
     """Eight requests of different lengths, within a vocabulary of 512."""
     return make_requests(512)
+
+
+@pytest.fixture
+def layouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """A context that gives the list of the step layouts that in-process workers were told."""
+    from tapcheck.vllm.worker import WorkerTaps
+
+    @contextlib.contextmanager
+    def watching() -> Iterator[list[StepLayout]]:
+        seen: list[StepLayout] = []
+        begin = WorkerTaps._begin
+
+        def both(taps: WorkerTaps, layout: StepLayout) -> None:
+            seen.append(layout)
+            begin(taps, layout)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerTaps, "_begin", both)
+            yield seen
+
+    return watching

@@ -2,142 +2,203 @@
 
 from __future__ import annotations
 
-import hypothesis.strategies as st
-import numpy as np
+from collections.abc import Mapping
+
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
+from schedules import CPU, ROW_BYTES, SITES, Schedule, bits, forward, read_bits, schedules
+from strategies import selectors
 
-from tapcheck.errors import CaptureError
+from tapcheck.errors import CaptureError, SelectorError
 from tapcheck.layout import Segment, StepLayout
-from tapcheck.request import Request
 from tapcheck.rowstore import RowStore
-from tapcheck.selectors import parse_selectors, resolve
-from tapcheck.sites import Site
+from tapcheck.selectors import Selector, candidates, parse_selectors, resolve
+from tapcheck.transport import RowBatch
 
-CPU = torch.device("cpu")
-SITES = (Site("resid_post", 0), Site("resid_post", 1))
 ALL = parse_selectors(["all"])
+some_selectors = st.just(ALL) | st.lists(selectors, min_size=1, max_size=3).map(tuple)
 
 
-def value(owner: str, position: int, site: Site) -> float:
-    """A number that no other row has; exact in float32."""
-    assert site.layer is not None
-    return float(int(owner) * 1000 + position * 2 + site.layer)
-
-
-def run_step(store: RowStore, layout: StepLayout, lengths: dict[str, int] | None = None) -> None:
-    """Play a forward pass whose rows hold `value`; rows of nobody and padding hold NaN."""
+def run_step(store: RowStore, schedule: Schedule, layout: StepLayout) -> None:
+    """Play a forward pass of the schedule."""
     store.begin_step(layout, CPU)
     for site in SITES:
-        rows = torch.full((layout.total_rows, 3), torch.nan)
-        at = 0
-        for segment in layout.segments:
-            if segment.owner is not None:
-                for row in range(segment.rows):
-                    rows[at + row] = value(segment.owner, segment.start + row, site)
-            at += segment.rows
+        rows = forward(schedule, layout, site)
         store.put(site, [rows])
         rows.fill_(-1.0)  # as a fused kernel does to its inputs
     store.end_step()
 
 
+def run_one(store: RowStore, layout: StepLayout) -> None:
+    """Play a pass in which no draft is rejected."""
+    run_step(store, Schedule((layout,), {}, {}, {}, frozenset()), layout)
+
+
+def drained(
+    store: RowStore, schedule: Schedule, leaves: Mapping[str, int] | None = None
+) -> list[RowBatch]:
+    """Play the schedule; each owner is drained, or discarded, when `leaves` passes were run.
+
+    Without it, all leave together after the last pass.
+    """
+    leaves = dict.fromkeys(schedule.ends, len(schedule.layouts)) if leaves is None else leaves
+    batches = []
+    for ran in range(len(schedule.layouts) + 1):
+        now = [owner for owner in leaves if leaves[owner] == ran]
+        lengths = {at: n for at, n in schedule.seen_lengths.items() if at in now}
+        if lengths:
+            batches.append(store.drain(lengths))
+        store.discard([owner for owner in now if owner not in lengths])
+        if ran < len(schedule.layouts):
+            run_step(store, schedule, schedule.layouts[ran])
+    return batches
+
+
 @st.composite
-def schedules(draw: st.DrawFn) -> tuple[list[StepLayout], dict[str, Request]]:
-    """A run of a scheduler that chunks, preempts, reorders, pads and serves requests not ours."""
-    count = draw(st.integers(1, 4))
-    requests = {
-        str(owner): Request(
-            str(owner),
-            tuple(range(1, draw(st.integers(1, 6)) + 1)),
-            tuple(range(draw(st.integers(0, 4)))),
-        )
-        for owner in range(count)
+def leaving_times(draw: st.DrawFn, schedule: Schedule) -> dict[str, int]:
+    """When each owner is drained or discarded: once it has ended, in any order and grouping."""
+    order = draw(st.permutations(list(schedule.ends)))
+    last = len(schedule.layouts)
+    return {owner: draw(st.integers(schedule.ends[owner], last)) for owner in order}
+
+
+Rows = dict[tuple[str, int], tuple[int, dict[str, int]]]
+
+
+def rows_of(batch: RowBatch) -> Rows:
+    """Step and bits at each site of every row, by owner and position."""
+    read = {str(site): read_bits(site, values) for site, values in batch.values.items()}
+    rows: Rows = {}
+    pairs = zip(batch.columns.request.tolist(), batch.columns.position.tolist(), strict=True)
+    for at, (request, position) in enumerate(pairs):
+        step = int(batch.columns.step[at])
+        rows[batch.request[request], position] = step, {s: read[s][at] for s in read}
+    assert len(rows) == len(batch)  # none twice
+    return rows
+
+
+def true_rows(schedule: Schedule, chosen: tuple[Selector, ...]) -> Rows:
+    """The rows that are to be delivered, ordered by owner and position."""
+    return {
+        (owner, at): (steps[at], {str(site): bits(owner, at) for site in SITES})
+        for owner, steps in schedule.steps.items()
+        for at in sorted(steps)
+        if candidates(chosen, at, 1, schedule.requests[owner].prompt_length)
     }
-    computed = dict.fromkeys(requests, 0)
-    layouts = []
-    while any(computed[owner] < requests[owner].seen_length for owner in requests):
-        segments = []
-        for owner in draw(st.permutations(sorted(requests))):
-            left = requests[owner].seen_length - computed[owner]
-            if draw(st.integers(0, 9)) == 9:
-                computed[owner] = 0  # preempted: recomputed from the start
-                continue
-            if left == 0 or draw(st.booleans()):
-                continue
-            prompt_left = requests[owner].prompt_length - computed[owner]
-            rows = prompt_left - draw(st.integers(0, prompt_left - 1)) if prompt_left > 0 else 1
-            segments.append(Segment(owner, computed[owner], rows, requests[owner].prompt_length))
-            computed[owner] += rows
-            if draw(st.booleans()):
-                segments.append(Segment(None, draw(st.integers(0, 5)), 1, 2))
-        rows = sum(segment.rows for segment in segments)
-        padding = draw(st.integers(0, 3))
-        layouts.append(StepLayout(len(layouts), tuple(segments), rows + padding))
-    return layouts, requests
 
 
-SELECTORS = st.lists(
-    st.sampled_from(
-        ["all", "prompt[*]", "prompt[0]", "prompt[-1]", "generated[*]", "prompt[1:]",
-         "generated[*]/2", "prompt[-1]+1", "generated[1:3]", "generated[-2:]"]
-    ),
-    min_size=1,
-)  # fmt: skip
-
-
-@given(schedules(), SELECTORS)
-def test_every_selected_row_is_held_once_under_its_owner_and_in_order(
-    schedule: tuple[list[StepLayout], dict[str, Request]], select: list[str]
+@given(schedules(), some_selectors)
+def test_every_selected_row_is_delivered_once_with_its_last_valid_value_and_in_order(
+    schedule: Schedule, chosen: tuple[Selector, ...]
 ) -> None:
-    layouts, requests = schedule
-    selectors = parse_selectors(select)
-    store = RowStore(SITES, selectors)
-    for layout in layouts:
-        run_step(store, layout)
-    batch = store.drain({owner: r.seen_length for owner, r in requests.items()})
-    keys = list(zip(batch.columns.request.tolist(), batch.columns.position.tolist(), strict=True))
-    assert keys == sorted(set(keys))
-    for index, owner in enumerate(batch.request):
-        request = requests[owner]
-        held = {position for owned, position in keys if owned == index}
+    delivered: Rows = {}
+    for batch in drained(RowStore(SITES, chosen), schedule):
+        delivered |= rows_of(batch)
+    assert delivered == true_rows(schedule, chosen)
+    assert list(delivered) == sorted(delivered)
+    for owner, request in schedule.requests.items():
         try:
-            due = set(resolve(selectors, request))
-        except ValueError:  # a single position that this request hasn't
+            due = resolve(chosen, request)
+        except SelectorError:  # a single position that this request hasn't
             continue
-        assert due <= held <= set(range(request.seen_length))
-    for site in SITES:
-        for (index, position), row in zip(keys, batch.values.get(site, ()), strict=True):
-            assert row.tolist() == [value(batch.request[index], position, site)] * 3
-    assert len(store) == 0
+        assert {(owner, at) for at in due if at in schedule.steps[owner]} <= set(delivered)
 
 
-@given(schedules(), st.randoms())
-def test_drains_in_any_grouping_deliver_the_same_rows(
-    schedule: tuple[list[StepLayout], dict[str, Request]], random: object
+@given(schedules(), some_selectors, st.data())
+def test_drains_at_any_time_and_in_any_grouping_deliver_the_same_rows(
+    schedule: Schedule, chosen: tuple[Selector, ...], data: st.DataObject
 ) -> None:
-    layouts, requests = schedule
-    whole, parts = RowStore(SITES, ALL), RowStore(SITES, ALL)
-    for layout in layouts:
-        run_step(whole, layout)
-        run_step(parts, layout)
-    expected = whole.drain({owner: r.seen_length for owner, r in requests.items()})
-    owners = list(requests)
-    random.shuffle(owners)  # type: ignore[attr-defined]
-    for owner in owners:
-        batch = parts.drain({owner: requests[owner].seen_length})
-        index = expected.request.index(owner)
-        mine = np.flatnonzero(expected.columns.request == index)
-        assert batch.columns.position.tolist() == expected.columns.position[mine].tolist()
-        for site in batch.values:
-            assert torch.equal(batch.values[site], expected.values[site][torch.from_numpy(mine)])
-    assert len(parts) == 0
+    delivered: Rows = {}
+    store = RowStore(SITES, chosen)
+    leaves = data.draw(leaving_times(schedule))
+    for batch in drained(store, schedule, leaves):
+        rows = rows_of(batch)
+        assert list(rows) == sorted(rows, key=lambda row: (batch.request.index(row[0]), row[1]))
+        assert not rows.keys() & delivered
+        delivered |= rows
+    assert delivered == true_rows(schedule, chosen)
+    assert len(store) == 0
+    assert store.held_bytes == 0
+
+
+@given(schedules(), st.data())
+def test_an_account_lists_as_cached_exactly_the_positions_without_rows(
+    schedule: Schedule, data: st.DataObject
+) -> None:
+    for batch in drained(RowStore(SITES, ALL), schedule, data.draw(leaving_times(schedule))):
+        for owner, account in zip(batch.request, batch.accounts, strict=True):
+            cached = [at for start, stop in account.cached for at in range(start, stop)]
+            seen = range(schedule.requests[owner].seen_length)
+            assert cached == [at for at in seen if at not in schedule.steps[owner]]
+            assert account.situations.cached_positions == len(cached)
+
+
+# --- what is held --------------------------------------------------------------------------------
+
+
+def bytes_held(
+    schedule: Schedule, chosen: tuple[Selector, ...], leaves: Mapping[str, int]
+) -> list[int]:
+    """What a store holds at the end of each pass, by the layouts alone.
+
+    A pass's rows stay, all of them, while an owner that hasn't left holds one of them.
+    """
+    held: dict[tuple[str, int], int] = {}
+    last: dict[str, Segment] = {}
+    sizes: list[int] = []
+    sums = []
+    for step, layout in enumerate(schedule.layouts):
+        sizes.append(0)
+        for segment in layout.segments:
+            owner, start = segment.owner, segment.start
+            if owner is None or leaves[owner] <= step:
+                continue
+            if segment.resumed:  # the drafts of its last pass stay undecided
+                start = min(start, last[owner].start + last[owner].rows - last[owner].drafts)
+            last[owner] = segment
+            held = {row: s for row, s in held.items() if row[0] != owner or row[1] < start}
+            picked = candidates(chosen, segment.start, segment.rows, segment.prompt_length)
+            held |= {(owner, at): step for at in picked}
+            sizes[step] += ROW_BYTES * len(picked)
+        held = {row: s for row, s in held.items() if leaves[row[0]] > step}
+        sums.append(sum(sizes[step] for step in set(held.values())))
+    return sums
+
+
+@given(schedules(), some_selectors, st.data())
+def test_the_bytes_held_are_those_of_passes_with_a_row_that_someone_holds(
+    schedule: Schedule, chosen: tuple[Selector, ...], data: st.DataObject
+) -> None:
+    leaves = data.draw(leaving_times(schedule))
+    store = RowStore(SITES, chosen)
+    held = []
+    for layout in schedule.layouts:
+        store.discard([owner for owner in leaves if leaves[owner] <= layout.step])
+        run_step(store, schedule, layout)
+        held.append(store.held_bytes)
+    assert held == bytes_held(schedule, chosen, leaves)
+    store.discard(list(leaves))
+    assert store.held_bytes == len(store) == 0
+
+
+@given(schedules(), st.data())
+def test_more_bytes_than_the_limit_are_an_error_and_as_many_are_none(
+    schedule: Schedule, data: st.DataObject
+) -> None:
+    leaves = data.draw(leaving_times(schedule))
+    most = max(bytes_held(schedule, ALL, leaves), default=0)
+    drained(RowStore(SITES, ALL, most), schedule, leaves)
+    if most:
+        with pytest.raises(CaptureError, match="raise max_buffer_bytes"):
+            drained(RowStore(SITES, ALL, most - 1), schedule, leaves)
 
 
 def test_a_position_computed_twice_is_delivered_once_from_its_last_step() -> None:
     store = RowStore(SITES, ALL)
     for step in (0, 1):
-        run_step(store, StepLayout(step, (Segment("1", 0, 3, 3),), 3))
+        run_one(store, StepLayout(step, (Segment("1", 0, 3, 3),), 3))
     batch = store.drain({"1": 3})
     assert batch.columns.position.tolist() == [0, 1, 2]
     assert batch.columns.step.tolist() == [1, 1, 1]
@@ -145,10 +206,36 @@ def test_a_position_computed_twice_is_delivered_once_from_its_last_step() -> Non
 
 def test_rows_beyond_the_last_position_that_a_forward_saw_are_dropped() -> None:
     store = RowStore(SITES, ALL)
-    run_step(store, StepLayout(0, (Segment("1", 0, 2, 2),), 2))
+    run_one(store, StepLayout(0, (Segment("1", 0, 2, 2),), 2))
     for step in (1, 2):  # the second is the extra forward after the stop
-        run_step(store, StepLayout(step, (Segment("1", 1 + step, 1, 2),), 1))
+        run_one(store, StepLayout(step, (Segment("1", 1 + step, 1, 2),), 1))
     assert store.drain({"1": 3}).columns.position.tolist() == [0, 1, 2]
+
+
+def test_the_only_row_of_a_request_that_ends_in_its_step_is_delivered() -> None:
+    store = RowStore(SITES, parse_selectors(["generated[0]"]))
+    run_one(store, StepLayout(0, (Segment("1", 0, 2, 2),), 2))
+    run_one(store, StepLayout(1, (Segment(None, 0, 3, 3), Segment("1", 2, 1, 2)), 5))
+    batch = store.drain({"1": 3})
+    assert batch.columns.position.tolist() == [2]
+    assert [read_bits(site, batch.values[site]) for site in SITES] == [[bits("1", 2)]] * 2
+
+
+def test_drafts_that_a_preemption_left_undecided_are_cached_where_the_cache_covers_them() -> None:
+    store = RowStore(SITES, ALL)
+    run_one(store, StepLayout(0, (Segment("1", 0, 2, 2),), 2))
+    run_one(store, StepLayout(1, (Segment("1", 2, 4, 2, drafts=3),), 4))
+    run_one(store, StepLayout(2, (Segment("1", 5, 1, 2, resumed=True),), 1))
+    batch = store.drain({"1": 6})
+    assert batch.columns.position.tolist() == [0, 1, 2, 5]
+    assert batch.accounts[0].cached == ((3, 5),)
+
+
+def test_rows_beyond_the_end_of_a_request_inside_its_accepted_drafts_are_dropped() -> None:
+    store = RowStore(SITES, ALL)
+    run_one(store, StepLayout(0, (Segment("1", 0, 2, 2),), 2))
+    run_one(store, StepLayout(1, (Segment("1", 2, 4, 2, drafts=3),), 4))
+    assert store.drain({"1": 4}).columns.position.tolist() == [0, 1, 2, 3]
 
 
 def test_terms_are_summed_and_copied_when_they_are_put() -> None:
@@ -188,37 +275,47 @@ def test_a_site_that_fires_twice_in_a_step_is_an_error_that_names_it() -> None:
 
 def test_a_step_without_rows_of_ours_keeps_nothing() -> None:
     store = RowStore(SITES, ALL)
-    run_step(store, StepLayout(0, (Segment(None, 0, 4, 4),), 4))
+    run_one(store, StepLayout(0, (Segment(None, 0, 4, 4),), 4))
     assert len(store) == 0
     assert len(store.drain({"1": 4}).columns) == 0
 
 
+def test_a_request_that_leaves_while_its_step_is_open_leaves_nothing_behind() -> None:
+    store = RowStore(SITES, ALL)
+    layout = StepLayout(0, (Segment("1", 0, 2, 2),), 2)
+    store.begin_step(layout, CPU)
+    store.discard(["1"])
+    for site in SITES:
+        store.put(site, [torch.zeros(2, 2)])
+    store.end_step()
+    assert store.held_bytes == len(store) == 0
+
+
+def test_clearing_forgets_every_row() -> None:
+    store = RowStore(SITES, ALL)
+    run_one(store, StepLayout(0, (Segment("1", 0, 2, 2),), 2))
+    assert store.held_bytes == 2 * ROW_BYTES
+    store.clear()
+    assert store.held_bytes == len(store) == 0
+    assert len(store.drain({"1": 2})) == 0
+
+
 def test_discarded_owners_leave_nothing_behind() -> None:
     store = RowStore(SITES, ALL)
-    run_step(store, StepLayout(0, (Segment("1", 0, 2, 2), Segment("2", 0, 1, 1)), 3))
+    run_one(store, StepLayout(0, (Segment("1", 0, 2, 2), Segment("2", 0, 1, 1)), 3))
     store.discard(["1"])
     assert len(store) == 1
     assert store.drain({"2": 1}).columns.position.tolist() == [0]
 
 
-def test_a_layout_with_more_rows_than_its_forward_pass_is_refused() -> None:
-    with pytest.raises(CaptureError, match="5 rows are scheduled, but the forward pass has 4"):
-        StepLayout(0, (Segment("1", 0, 5, 5),), 4)
-
-
-def test_a_layout_with_two_segments_of_one_request_is_refused() -> None:
-    with pytest.raises(CaptureError, match="two segments"):
-        StepLayout(0, (Segment("1", 0, 1, 2), Segment("1", 1, 1, 2)), 2)
-
-
 @pytest.mark.parametrize("end", ["drain", "discard"])
 def test_a_forward_still_in_flight_when_its_request_ended_leaves_no_rows(end: str) -> None:
     store = RowStore(SITES, ALL)
-    run_step(store, StepLayout(0, (Segment("1", 0, 2, 2),), 2))
+    run_one(store, StepLayout(0, (Segment("1", 0, 2, 2),), 2))
     if end == "drain":
         store.drain({"1": 2})
     else:
         store.discard(["1"])
-    run_step(store, StepLayout(1, (Segment("1", 2, 1, 2), Segment("2", 0, 1, 1)), 2))
+    run_one(store, StepLayout(1, (Segment("1", 2, 1, 2), Segment("2", 0, 1, 1)), 2))
     assert len(store) == 1
     assert store.drain({"2": 1}).columns.position.tolist() == [0]

@@ -14,10 +14,13 @@ from strategies import row_batches
 
 from tapcheck.capture import COLUMN_NAMES, VALUE_DTYPES, Columns
 from tapcheck.errors import CaptureError
+from tapcheck.layout import SITUATIONS, Account, Situations
 from tapcheck.sites import Site
-from tapcheck.transport import RowBatch, merge, pack, unpack
+from tapcheck.transport import RowBatch, merge, pack, packed_parts, unpack
 
 PRE, POST = Site("resid_pre", 0), Site("resid_post", 0)
+ACCOUNT = Account(Situations(*range(len(SITUATIONS))), ((0, 16), (32, 48)))
+COUNTS = list(range(len(SITUATIONS)))
 
 
 def columns(*pairs: tuple[int, int], step: int = 0, time: int = 0) -> Columns:
@@ -31,7 +34,7 @@ def rank(
 ) -> RowBatch:
     """One site of width 2, each value made from its request and position."""
     tensor = torch.tensor([[ord(keys[r]), p] for r, p in pairs], dtype=torch.float32).reshape(-1, 2)
-    return RowBatch(keys, columns(*pairs), {site: tensor})
+    return RowBatch(keys, columns(*pairs), {site: tensor}, (ACCOUNT,) * len(keys))
 
 
 def content(batch: RowBatch) -> tuple[Any, ...]:
@@ -40,7 +43,8 @@ def content(batch: RowBatch) -> tuple[Any, ...]:
         site: (tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).tolist())
         for site, tensor in batch.values.items()
     }
-    return batch.request, [getattr(batch.columns, n).tolist() for n in COLUMN_NAMES], tensors
+    named = [getattr(batch.columns, name).tolist() for name in COLUMN_NAMES]
+    return batch.request, batch.accounts, named, tensors
 
 
 def repacked(batch: RowBatch, **changes: Any) -> bytes:
@@ -60,22 +64,38 @@ def test_unpacking_gives_back_what_was_packed(batch: RowBatch, writable: bool) -
     assert content(received) == content(batch)
 
 
+@given(row_batches())
+def test_the_parts_are_the_packed_bytes(batch: RowBatch) -> None:
+    assert b"".join(packed_parts(batch)) == pack(batch)
+
+
+def test_rows_are_not_copied_on_the_way_into_parts_nor_out_of_writable_bytes() -> None:
+    batch = rank((0, 3), (1, 0))
+    values = packed_parts(batch)[-1]
+    batch.values[POST][0, 0] = 5.0
+    assert values[:4] == np.float32(5.0).tobytes()
+    data = bytearray(pack(batch))
+    received = unpack(memoryview(data))
+    received.values[POST][0, 0] = 7.0
+    assert unpack(data).values[POST][0, 0] == 7.0
+
+
 @pytest.mark.parametrize("dtype", VALUE_DTYPES.values(), ids=VALUE_DTYPES)
 def test_every_dtype_is_kept(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[1.5, -0.0, float("nan")]], dtype=dtype)
-    batch = RowBatch(("a",), columns((0, 4)), {POST: tensor})
+    batch = RowBatch(("a",), columns((0, 4)), {POST: tensor}, (ACCOUNT,))
     assert content(unpack(pack(batch))) == content(batch)
     assert unpack(pack(batch)).values[POST].dtype == dtype
 
 
 def test_a_view_of_a_larger_tensor_is_packed_as_its_own_rows() -> None:
     every_other = torch.arange(12.0).reshape(2, 6)[:, ::2]
-    batch = RowBatch(("a",), columns((0, 0), (0, 1)), {POST: every_other})
+    batch = RowBatch(("a",), columns((0, 0), (0, 1)), {POST: every_other}, (ACCOUNT,))
     assert torch.equal(unpack(pack(batch)).values[POST], every_other)
 
 
 def test_an_empty_batch_survives() -> None:
-    batch = RowBatch((), columns(), {})
+    batch = RowBatch((), columns(), {}, ())
     assert content(unpack(pack(batch))) == content(batch)
 
 
@@ -91,7 +111,7 @@ def test_a_batch_cut_short_or_grown_is_refused(batch: RowBatch, data: st.DataObj
 
 @given(st.binary(max_size=64), st.booleans())
 def test_foreign_bytes_are_refused(data: bytes, begins_right: bool) -> None:
-    magic = pack(RowBatch((), columns(), {}))[:8]
+    magic = pack(RowBatch((), columns(), {}, ()))[:8]
     assume(begins_right or not data.startswith(magic))
     with pytest.raises(CaptureError, match="can't be read"):
         unpack(magic + data if begins_right else data)
@@ -116,7 +136,30 @@ def test_a_flipped_byte_never_escapes_as_another_error(
     [
         ({"request": "ab"}, "list of strings"),
         ({"request": [1, 2]}, "list of strings"),
-        ({"request": ["a"]}, "outside its 1 requests"),
+        ({"request": ["a"]}, "accounts are not one for each request"),
+        ({"request": ["a"], "accounts": [[COUNTS, []]]}, "outside its 1 requests"),
+        ({"accounts": []}, "accounts are not one for each request"),
+        ({"accounts": {}}, "accounts are not one for each request"),
+        *(
+            ({"accounts": [[COUNTS, []], entry]}, "11 counts and ranges")
+            for entry in (
+                None,
+                [COUNTS],
+                [COUNTS[1:], []],
+                [[*COUNTS, 0], []],
+                [[-1, *COUNTS[1:]], []],
+                [[True, *COUNTS[1:]], []],
+                [["1", *COUNTS[1:]], []],
+                ["12345678901", []],
+                [COUNTS, [[0]]],
+                [COUNTS, [[0, 1, 2]]],
+                [COUNTS, [[0, -1]]],
+                [COUNTS, [[0, 0.5]]],
+                [COUNTS, ["01"]],
+                [COUNTS, 5],
+            )
+        ),
+        ({"accounts": [[COUNTS[1:], []], [[*COUNTS, 0], []]]}, "11 counts and ranges"),
         ({"request": ["a", "a"]}, "same request key twice"),
         ({"rows": -1}, "row count"),
         ({"rows": True}, "row count"),
@@ -130,7 +173,7 @@ def test_a_flipped_byte_never_escapes_as_another_error(
         ({"sites": [["resid_psot.0", "float32", 2]]}, "did you mean 'resid_post'"),
         ({"sites": [[7, "float32", 2]]}, "not a site"),
         ({"sites": [["resid_post.0", "float32", 1]] * 2}, "a site twice"),
-        ({"more": 1}, "lacks request, rows or sites"),
+        ({"more": 1}, "lacks request, accounts, rows or sites"),
     ],
 )
 def test_a_header_that_does_not_fit_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -142,7 +185,7 @@ def test_a_header_that_does_not_fit_is_refused(changes: dict[str, Any], reason: 
 
 @pytest.mark.parametrize("header", [b"[1]", b"not json", b"\xff", b"[" * 100_000])
 def test_a_header_that_is_no_header_is_refused(header: bytes) -> None:
-    magic = pack(RowBatch((), columns(), {}))[:8]
+    magic = pack(RowBatch((), columns(), {}, ()))[:8]
     with pytest.raises(CaptureError, match="its header"):
         unpack(magic + len(header).to_bytes(8, "little") + header)
 
@@ -154,9 +197,14 @@ def test_a_negative_position_is_refused() -> None:
 
 def test_values_that_do_not_fit_the_columns_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"site resid_post.0 .* must be \[1, width\]"):
-        RowBatch(("a",), columns((0, 0)), {POST: torch.zeros(2, 2)})
+        RowBatch(("a",), columns((0, 0)), {POST: torch.zeros(2, 2)}, (ACCOUNT,))
     with pytest.raises(CaptureError, match=r"torch.int64"):
-        RowBatch(("a",), columns((0, 0)), {POST: torch.zeros(1, 2, dtype=torch.int64)})
+        RowBatch(("a",), columns((0, 0)), {POST: torch.zeros(1, 2, dtype=torch.int64)}, (ACCOUNT,))
+
+
+def test_a_batch_without_an_account_for_each_request_is_refused() -> None:
+    with pytest.raises(CaptureError, match="1 accounts for 2 requests"):
+        replace(rank((0, 0)), accounts=(ACCOUNT,))
 
 
 @given(row_batches(), st.data())
@@ -175,7 +223,9 @@ def test_merging_does_not_depend_on_the_order_of_arrival(
         late = data.draw(st.integers(0, 9))
         taken = replace(taken, monotonic_ns=taken.monotonic_ns + late)
         keys = tuple(batch.request[old] for old in renamed)
-        workers.append(RowBatch(keys, taken, {site: batch.values[site][torch.from_numpy(order)]}))
+        owed = tuple(batch.accounts[old] for old in renamed)
+        values = {site: batch.values[site][torch.from_numpy(order)]}
+        workers.append(RowBatch(keys, taken, values, owed))
     merged = merge(workers)
     assert content(merged) == content(merge(data.draw(st.permutations(workers))))
     assert set(merged.values) == set(batch.values)
@@ -185,6 +235,8 @@ def test_merging_does_not_depend_on_the_order_of_arrival(
     ]
     assert keys_and_positions == sorted(keys_and_positions)
     assert len(merged) == len(batch)
+    accounts = dict(zip(batch.request, batch.accounts, strict=True))
+    assert dict(zip(merged.request, merged.accounts, strict=True)) == accounts
 
 
 def test_pipeline_stages_bring_different_sites() -> None:
@@ -205,7 +257,7 @@ def test_rank_copies_are_kept_once_with_the_latest_time() -> None:
 
 
 def test_a_worker_that_taps_nothing_is_left_out() -> None:
-    idle = RowBatch(("a", "b"), columns(), {})
+    idle = RowBatch(("a", "b"), columns(), {}, (ACCOUNT,) * 2)
     merged = merge([idle, rank((1, 2))])
     assert content(merged) == content(rank((1, 2)))
     assert content(merge([idle])) == content(idle)
@@ -247,4 +299,10 @@ def test_a_row_that_a_worker_has_twice_is_an_error() -> None:
 def test_workers_that_took_a_row_in_different_steps_are_an_error() -> None:
     other = replace(rank((0, 0), site=PRE), columns=columns((0, 0), step=1))
     with pytest.raises(CaptureError, match=r"request 'a', position 0: .* different steps, 0 and 1"):
+        merge([rank((0, 0)), other])
+
+
+def test_workers_whose_accounts_of_a_request_differ_are_an_error() -> None:
+    other = replace(rank((0, 0), site=PRE), accounts=(ACCOUNT, Account(Situations(), ((0, 16),))))
+    with pytest.raises(CaptureError, match="request 'b': workers saw different steps of it"):
         merge([rank((0, 0)), other])
