@@ -108,7 +108,7 @@ def cold_equals_warm_prefix(
     )
     cached = warm.situations.get("cached_positions", 0)
     situation = _Situation(
-        f"{cached} positions read from the prefix cache",
+        "" if cached else "no position was read from the prefix cache, which holds whole blocks",
         {"cached_positions": cached},
         (Condition("cached_positions", ">=", 1),),
     )
@@ -200,24 +200,32 @@ def capture_changes_nothing(
     counts, first = _observe(
         [(request, on[request.id], o.outputs[0]) for request, o in zip(requests, off, strict=True)]
     )
-    exercised = (Condition("rows_captured", ">=", 1), Condition("logprobs_compared", ">=", 1))
+    compared = counts["logprobs_compared"]
+    situation = _Situation(
+        "" if compared else "no logprob was compared, as teacher-forced requests have none",
+        {"rows_captured": rows, **counts},
+        (Condition("rows_captured", ">=", 1), Condition("logprobs_compared", ">=", 1)),
+    )
     result = completed(
         capture_changes_nothing,
         f"{counts['tokens_different']:,} of {counts['tokens_compared']:,} tokens and "
-        f"{counts['logprobs_different']:,} of {counts['logprobs_compared']:,} logprobs change "
-        f"when {rows:,} rows are captured",
-        {"rows_captured": rows, **counts},
+        f"{counts['logprobs_different']:,} of {compared:,} logprobs change when {rows:,} rows "
+        "are captured",
+        situation.counts,
         Condition("tokens_different", "==", 0),
         Condition("logprobs_different", "==", 0),
-        *exercised,
+        *situation.conditions,
         first=first,
     )
-    return _if_exercised(result, exercised)
+    return _if_arisen(result, situation)
 
 
 @dataclass(frozen=True)
 class _Situation:
-    """What must have arisen for a check to mean anything: how often it did, and what suffices."""
+    """What must have arisen for a check to mean anything: how often it did, and what suffices.
+
+    `text` says so, where the rest of a result doesn't.
+    """
 
     text: str
     counts: Metrics
@@ -228,7 +236,7 @@ def _shared_steps(*captures: Capture) -> _Situation:
     """The situation that, in each of the captures, requests shared a forward pass."""
     most = min(count_situations(capture)["most_requests_in_one_step"] for capture in captures)
     return _Situation(
-        f"{most} requests in one step",
+        f"requests in one step: {most}",
         {"most_requests_in_one_step": most},
         (Condition("most_requests_in_one_step", ">=", 2),),
     )
@@ -262,25 +270,25 @@ def _judge(
             **situation.counts,
         },
     )
-    reason = f"{result.reason}; {situation.text}"
-    first = result.first_divergence
     if wrong and comparison.passed:
-        first = f"request {wrong[0].request_id!r}, position {wrong[0].position}"
+        place = f"request {wrong[0].request_id!r}, position {wrong[0].position}"
         mine, theirs = wrong[0].tokens
-        reason = f"the tokens part at {first}: {mine} in one run, {theirs} in the other; {reason}"
+        reason = f"the tokens part at {place}: {mine} in one run, {theirs} in the other"
+        result = replace(result, reason=reason, first_divergence=place)
     elif partings and not wrong:
-        reason += f"; {len(partings)} requests compared up to a tie of two tokens"
-    result = replace(result, reason=reason, first_divergence=first)
-    return _if_exercised(result, situation.conditions)
+        reason = f"{result.reason}; requests compared up to a tie of two tokens: {len(partings)}"
+        result = replace(result, reason=reason)
+    return _if_arisen(result, situation)
 
 
-def _if_exercised(result: CheckResult, exercised: Sequence[Condition]) -> CheckResult:
-    """The result, `not exercised` where nothing but these conditions is unmet."""
-    missing = unmet(result)
-    if not missing or set(missing) - set(exercised):
-        return result
-    reason = f"the situation did not arise; {result.reason}"
-    return replace(result, outcome="not exercised", reason=reason)
+def _if_arisen(result: CheckResult, situation: _Situation) -> CheckResult:
+    """The result with its situation told; `not exercised` where only the situation is lacking."""
+    missing = set(unmet(result))
+    if missing and missing <= set(situation.conditions):
+        reason = f"the situation did not arise: {situation.text}; {result.reason}"
+        return replace(result, outcome="not exercised", reason=reason)
+    reasons = (result.reason, situation.text)
+    return replace(result, reason="; ".join(reason for reason in reasons if reason))
 
 
 @dataclass(frozen=True)

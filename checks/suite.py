@@ -1,14 +1,15 @@
 """The checks of the main job: what each runs, measures and requires.
 
 To add a check: measure it from the two captures in a function that returns a CheckResult, call it
-in `judge_engine`, and name it in `checks/jobs.py`.
+in `judge_engine`, and name it in `checks/jobs.py`. The metamorphic ones are in
+`checks/metamorphic.py`, and are called in `judge_itself`.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,13 @@ from tapcheck.checks.measures import (
     near_the_largest,
 )
 from tapcheck.checks.message import where
+from tapcheck.checks.metamorphic import (
+    alone_equals_batched,
+    capture_changes_nothing,
+    cold_equals_warm_prefix,
+    one_shot_equals_chunked,
+    reordered,
+)
 from tapcheck.compatibility.rows import EngineSettings
 from tapcheck.compatibility.verdict import CheckResult, Condition
 from tapcheck.hf import HFBackend
@@ -39,6 +47,8 @@ from tapcheck.vllm.backend import VLLMBackend
 PROMPT_LENGTHS = (1, 2, 5, 9, 16, 23, 33, 48)
 NEW_TOKENS = 12
 _MODEL_LEN = 512  # more than any of them needs
+# Fewer tokens in a step than the prompts have together, so that some are taken in chunks.
+_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,9 @@ class Finding:
 def run_job(job: Job) -> Finding:
     """Run one job; raises what goes wrong outside the checks themselves."""
     if job.topology is None:
-        return Finding((check_the_checker(_reference(job)),), (), {})
+        return Finding((_timed(SELFTEST, lambda: check_the_checker(_reference(job))),), (), {})
+    if job.metamorphic:
+        return judge_itself(job)
     reference = _reference(job)
     requests = make_requests(reference.vocabulary_size)
     sites = reference.sites
@@ -104,12 +116,53 @@ def judge_engine(
         "tokens": lambda: check_tokens(actual, expected, NEW_TOKENS),
     }
     for check, judge in judges.items():
-        started = time.monotonic()
-        yield replace(
-            judge(),
-            name=f"{check}[{job.model},{job.topology}]",
-            seconds=round(time.monotonic() - started, 3),
-        )
+        yield _timed(f"{check}[{job.model},{job.topology}]", judge)
+
+
+def judge_itself(job: Job) -> Finding:
+    """Every metamorphic check: on one engine, then with a second that takes prompts in chunks."""
+    limits, rtol = _engine_limits(job), job.rtol
+    new: dict[str, Any] = {"max_new_tokens": NEW_TOKENS}
+    with VLLMBackend(job.path, dtype=job.dtype, **limits) as engine:
+        requests = _with_one_beyond_a_block(job, engine.metadata["engine"])
+        run = (requests, engine.sites)
+        judges: dict[str, Callable[[], CheckResult]] = {
+            "capture_changes_nothing": lambda: capture_changes_nothing(engine, *run, **new),
+            "alone_equals_batched": lambda: alone_equals_batched(engine, *run, **new, rtol=rtol),
+            "reordered": lambda: reordered(engine, *run, **new, rtol=rtol),
+            "cold_equals_warm_prefix": lambda: cold_equals_warm_prefix(
+                engine, *run, **new, rtol=rtol
+            ),
+        }
+        results = {check: _timed(f"{check}[{job.model}]", judge) for check, judge in judges.items()}
+        one_shot = engine.capture(*run, **new)
+    with VLLMBackend(job.path, dtype=job.dtype, max_num_batched_tokens=_CHUNK, **limits) as engine:
+        chunked = engine.capture(*run, **new)
+    check = "one_shot_equals_chunked"
+    results[check] = _timed(
+        f"{check}[{job.model}]", lambda: one_shot_equals_chunked(one_shot, chunked, rtol=rtol)
+    )
+    situations = {
+        "cached_positions": int(results["cold_equals_warm_prefix"].metrics["cached_positions"]),
+        "unfinished_prefills": chunked.situations["unfinished_prefills"],
+    }
+    settings = tuple(_engine_settings(job, capture) for capture in (one_shot, chunked))
+    return Finding(tuple(results.values()), settings, situations)
+
+
+def _with_one_beyond_a_block(job: Job, engine: Mapping[str, Any]) -> list[Request]:
+    """The usual requests, and one of which the prefix cache can hold a block, if it fits."""
+    vocabulary = int(load_config(job.path).get_text_config().vocab_size)
+    length = min(engine["block_size"] + 2, engine["max_model_len"] - NEW_TOKENS)
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(vocabulary, (length,), generator=generator).tolist()
+    return [*make_requests(vocabulary), Request("beyond", tuple(prompt))]
+
+
+def _timed(name: str, judge: Callable[[], CheckResult]) -> CheckResult:
+    """The result of a check under its full name, with the seconds that it took."""
+    started = time.monotonic()
+    return replace(judge(), name=name, seconds=round(time.monotonic() - started, 3))
 
 
 def check_ledger(
@@ -187,7 +240,6 @@ def check_tokens(actual: Capture, expected: Capture, new_tokens: int) -> CheckRe
 
 def check_the_checker(reference: HFBackend) -> CheckResult:
     """Every injected fault is caught in a real capture, and the healthy capture passes."""
-    started = time.monotonic()
     requests = make_requests(reference.vocabulary_size)[2:6]
     healthy = reference.capture(requests, reference.sites, max_new_tokens=4)
     missed = [
@@ -200,7 +252,7 @@ def check_the_checker(reference: HFBackend) -> CheckResult:
     reason = f"{caught} of {len(FAULTS)} injected faults caught, {false_alarms} false alarms"
     if missed:
         reason += f"; missed: {', '.join(missed)}"
-    result = completed(
+    return completed(
         check_the_checker,
         reason,
         {
@@ -212,7 +264,6 @@ def check_the_checker(reference: HFBackend) -> CheckResult:
         Condition("faults_caught", "==", "faults_injected"),
         Condition("false_alarms", "==", 0),
     )
-    return replace(result, name=SELFTEST, seconds=round(time.monotonic() - started, 3))
 
 
 def _engine_settings(job: Job, capture: Capture) -> EngineSettings:

@@ -125,7 +125,7 @@ class Receiver:
         surplus = _BEGIN + size - MOST_KEPT
         if surplus > 0:
             memory.madvise(mmap.MADV_REMOVE, MOST_KEPT, surplus)
-        return drain.data
+        return memoryview(drain)
 
     def close(self) -> None:
         """Unmap every worker's memory; drains that were received stay."""

@@ -120,6 +120,7 @@ class Progress:
         self.end = 0
         self.drafts = 0
         self._highest = 0
+        self._skipped: list[tuple[int, int]] = []  # below it, what no pass has ever computed
         self._cached: list[tuple[int, int]] = []
         self._counts = dict.fromkeys(SITUATIONS, 0)
 
@@ -144,7 +145,7 @@ class Progress:
         if start != self.end:
             self._jump(start)
         if start < self._highest:
-            counts["recomputed_rows"] += min(end, self._highest) - start
+            counts["recomputed_rows"] += self._recompute(start, min(end, self._highest))
         self.end, self.drafts = end, segment.drafts
         counts["forward_passes"] += 1
         counts["shared_passes"] += shared
@@ -158,6 +159,15 @@ class Progress:
         self._cached = [(a, min(b, start)) for a, b in self._cached if a < start]
         if start > self.end:
             self._cached.append((self.end, start))
+        if start > self._highest:
+            self._skipped.append((self._highest, start))
+
+    def _recompute(self, start: int, stop: int) -> int:
+        """How many positions in [start, stop) an earlier pass had computed; this one does now."""
+        skipped = sum(max(min(b, stop) - max(a, start), 0) for a, b in self._skipped)
+        left = [part for a, b in self._skipped for part in ((a, min(b, start)), (max(a, stop), b))]
+        self._skipped = [(a, b) for a, b in left if a < b]
+        return stop - start - skipped
 
     def close(self, seen_length: int) -> Account:
         """The account of a request of which forward passes saw `seen_length` positions."""

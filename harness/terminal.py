@@ -104,7 +104,8 @@ class Progress:
             "in_process": "vLLM in process against Transformers",
             "subprocess": "vLLM in a subprocess against Transformers",
         }
-        self._print(Text(f"\n{job.model}: {engines[job.topology]}", "bold"))
+        heading = "vLLM against itself" if job.metamorphic else engines[job.topology]
+        self._print(Text(f"\n{job.model}: {heading}", "bold"))
         self.spinner.update(f"check {self._ended + 1} of {self._expected}")
 
     def result(self, result: CheckResult) -> None:

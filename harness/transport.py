@@ -1,8 +1,9 @@
 """How rows leave a worker: one batch of raw bytes, in the dtype in which they were captured.
 
 Layout, little-endian: 8 bytes of magic and version, 8 bytes of header length, a JSON header
-padded to a multiple of 8 bytes, the int64 columns one after the other, then the values of all
-sites of one dtype and width, kind after kind, widest dtype first so that everything is aligned.
+padded to a multiple of 8 bytes, each request's situations as int64 counts, the int64 columns one
+after the other, then the values of all sites of one dtype and width, kind after kind, widest dtype
+first so that everything is aligned.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -79,16 +79,17 @@ def packed_parts(batch: RowBatch) -> list[memoryview]:
     sites = sorted((_kind(values), site) for site, values in batch.values.items())
     fields = {
         "request": batch.request,
-        "accounts": [(_counts(account.situations), account.cached) for account in batch.accounts],
+        "cached": [account.cached for account in batch.accounts],
         "rows": len(batch),
         "sites": [(str(site), dtype, width) for (_, dtype, width), site in sites],
     }
     header = json.dumps(fields).encode()
     header += b" " * (-len(header) % 8)
+    counts = np.array([_counts(account.situations) for account in batch.accounts], "<i8")
     columns = [np.ascontiguousarray(column, "<i8") for column in _columns(batch.columns)]
     return [
         memoryview(_MAGIC + len(header).to_bytes(8, "little") + header),
-        *(column.data.cast("B") for column in columns),
+        *(numbers.data.cast("B") for numbers in (counts.reshape(-1), *columns)),
         *(_raw(batch.values[site]).data for _, site in sites),
     ]
 
@@ -100,13 +101,16 @@ def unpack(data: bytes | bytearray | memoryview) -> RowBatch:
     CaptureError that says what is wrong with the bytes.
     """
     header, at = _read_header(data)
-    names, accounts, rows, sites = _check_header(header)
+    names, cached, rows, sites = _check_header(header)
     sizes = [width * dtype.itemsize * rows for _, dtype, width in sites]
-    expected = at + 8 * rows * len(COLUMN_NAMES) + sum(sizes)
+    counts = len(names) * len(SITUATIONS)
+    expected = at + 8 * (counts + rows * len(COLUMN_NAMES)) + sum(sizes)
     if len(data) != expected:
         raise _bad(f"{len(data)} bytes where the header promises {expected}")
     # tensors want it writable
     buffer = bytearray(data) if memoryview(data).readonly else data
+    accounts = _read_accounts(np.frombuffer(buffer, "<i8", counts, at), cached)
+    at += 8 * counts
     columns = {}
     for name in COLUMN_NAMES:
         columns[name] = np.frombuffer(buffer, "<i8", rows, at)
@@ -192,40 +196,43 @@ def _read_header(data: bytes | bytearray | memoryview) -> tuple[Any, int]:
 
 def _check_header(
     header: Any,
-) -> tuple[tuple[str, ...], tuple[Account, ...], int, list[tuple[Site, torch.dtype, int]]]:
-    """Request keys, their accounts, row count, and (site, dtype, width) of each site."""
-    if not isinstance(header, dict) or set(header) != {"request", "accounts", "rows", "sites"}:
-        raise _bad("its header lacks request, accounts, rows or sites")
+) -> tuple[tuple[str, ...], list[Any], int, list[tuple[Site, torch.dtype, int]]]:
+    """Request keys, cached ranges of each, row count, and (site, dtype, width) of each site."""
+    if not isinstance(header, dict) or set(header) != {"request", "cached", "rows", "sites"}:
+        raise _bad("its header lacks request, cached, rows or sites")
     names, rows, listed = header["request"], header["rows"], header["sites"]
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise _bad("its request keys are not a list of strings")
     if not _is_count(rows) or not isinstance(listed, list):
         raise _bad("its row count or its list of sites is malformed")
-    if not isinstance(header["accounts"], list) or len(header["accounts"]) != len(names):
-        raise _bad("its accounts are not one for each request")
+    if not isinstance(header["cached"], list) or len(header["cached"]) != len(names):
+        raise _bad("its cached ranges are not one list for each request")
     sites = [_check_site(entry) for entry in listed]
     if len({site for site, _, _ in sites}) < len(sites):
         raise _bad("it has a site twice")
-    return tuple(names), _check_accounts(header["accounts"]), rows, sites
+    return tuple(names), header["cached"], rows, sites
 
 
-def _check_accounts(listed: list[Any]) -> tuple[Account, ...]:
+def _read_accounts(counts: npt.NDArray[np.int64], cached: list[Any]) -> tuple[Account, ...]:
+    if (counts < 0).any():
+        raise _bad("it counts a situation less than no times")
+    table = counts.reshape(-1, len(SITUATIONS)).tolist()
+    return tuple(
+        [
+            Account(Situations(*row), () if ranges == [] else _check_ranges(ranges))
+            for row, ranges in zip(table, cached, strict=True)
+        ]
+    )
+
+
+def _check_ranges(ranges: Any) -> tuple[tuple[int, int], ...]:
     try:
-        accounts = tuple(
-            [
-                Account(Situations(*counts), tuple([(start, stop) for start, stop in cached]))
-                for counts, cached in listed
-            ]
-        )
-        numbers = [*chain.from_iterable(counts for counts, _ in listed)]
-        as_due = len(numbers) == len(SITUATIONS) * len(listed)
-        numbers += [number for account in accounts for pair in account.cached for number in pair]
-        # types first: True is no count, and numbers alone have an order
-        if as_due and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0:
-            return accounts
+        pairs = tuple([(start, stop) for start, stop in ranges])
     except (TypeError, ValueError):
-        pass
-    raise _bad(f"its accounts are not {len(SITUATIONS)} counts and ranges of positions each")
+        pairs = ()
+    if not pairs or not all(_is_count(end) for pair in pairs for end in pair):
+        raise _bad(f"{ranges!r} is not a list of ranges of positions")
+    return pairs
 
 
 def _check_site(entry: Any) -> tuple[Site, torch.dtype, int]:

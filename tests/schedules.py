@@ -93,7 +93,7 @@ class _Sequence:
 
     def _resume(self, draw: st.DrawFn, block: int) -> bool:
         """Where to go on: at the first pass and after a preemption, from what the cache holds."""
-        if self.ended is not None or (self.started and draw(st.integers(0, 5)) < 5):
+        if self.ended is not None or (self.started and draw(st.integers(0, 3)) < 3):
             return False
         cached = draw(st.integers(0, (self.known - 1) // block)) * block
         # An engine that only goes back, as after a failed load of cached blocks, doesn't say so.

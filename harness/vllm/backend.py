@@ -29,7 +29,7 @@ from tapcheck.vllm.engine import (
 )
 from tapcheck.vllm.protocol import decode, first_line, in_step
 from tapcheck.vllm.sampling import one_for_each
-from tapcheck.vllm.session import Session
+from tapcheck.vllm.session import Discard, Session
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -163,7 +163,7 @@ class VLLMBackend:
         plan = make_plan(sites, select, self.num_layers)
         with self._one_at_a_time:
             self._install(plan)
-            with self._running(plan, read_prefix_cache) as session:
+            with self._running(plan, read_prefix_cache, self._discard) as session:
                 yield session
 
     def generate_untapped(
@@ -184,7 +184,8 @@ class VLLMBackend:
         outputs: dict[str, RequestOutput] = {}
         with self._one_at_a_time:
             self._uninstall()
-            with self._running(Plan((), parse_selectors(select)), False) as session:
+            plan = Plan((), parse_selectors(select))
+            with self._running(plan, False, lambda _owners: None) as session:
                 for request, params in zip(requests, each, strict=True):
                     session.add_request(request, params, max_new_tokens=max_new_tokens)
                 while session.unfinished:
@@ -204,7 +205,7 @@ class VLLMBackend:
                 )
 
     @contextlib.contextmanager
-    def _running(self, plan: Plan, read_prefix_cache: bool) -> Iterator[Session]:
+    def _running(self, plan: Plan, read_prefix_cache: bool, discard: Discard) -> Iterator[Session]:
         """A session of this plan, whose taps are in place, and its end."""
         session = Session(
             self._engine(),
@@ -212,7 +213,7 @@ class VLLMBackend:
             self._keys,
             self._check,
             self._drain,
-            self._discard,
+            discard,
             {**self.metadata, "select": plan.select},
             read_prefix_cache=read_prefix_cache,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,8 @@ from tapcheck.vllm.protocol import WORKER_EXTENSION
 
 # The CPU build takes half the machine's memory for its KV cache unless told otherwise.
 _CPU_KV_CACHE_GIB = "1"
+
+_UNSEARCHABLE = "llvmlite.binding.ffi"
 
 
 def engine_arguments(
@@ -83,9 +86,13 @@ def engine_environment(in_process: bool) -> Iterator[None]:
     }
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
+    # Where numba is loaded, vLLM 0.32.0 dies of looking through this module's names for kernels.
+    hidden = sys.modules.pop(_UNSEARCHABLE, None)
     try:
         yield
     finally:
+        if hidden is not None:
+            sys.modules[_UNSEARCHABLE] = hidden
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -5,13 +5,16 @@ The forward pass itself is the witness: its input ids and positions say what eve
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tapcheck.fixtures.pool import EnginePool
 from tapcheck.layout import StepLayout
 from tapcheck.request import Request
-from tapcheck.vllm.adapters import V1RunnerAdapter, find_embedding
+from tapcheck.vllm.adapters import OWNER, V1RunnerAdapter, find_embedding
 from tapcheck.vllm.backend import VLLMBackend
 
 pytestmark = pytest.mark.engine
@@ -22,8 +25,8 @@ class Witness:
 
     def __init__(self, engine: VLLMBackend) -> None:
         engine.capture([Request("first", (1,))], ["embed"])  # installs the taps, under this watch
-        core = engine._llm.llm_engine.engine_core.engine_core
-        self.runner: Any = core.model_executor.driver_worker.worker.model_runner
+        self.core: Any = engine._llm.llm_engine.engine_core.engine_core
+        self.runner: Any = self.core.model_executor.driver_worker.worker.model_runner
         self.adapter = V1RunnerAdapter(self.runner)
         self.layouts: list[StepLayout] = []
         self.calls: list[tuple[list[int], list[int]]] = []
@@ -143,3 +146,86 @@ def test_logits_of_hidden_rows_are_those_that_the_sampler_chose_from(
         for offset, token in enumerate(request.generated_token_ids):
             row = capture.row(request.id, "logits", request.prompt_length - 1 + offset)
             assert int(row.argmax()) == token
+
+
+def test_draft_rows_are_those_whose_token_the_sampler_had_still_to_accept(
+    engine_pool: EnginePool, llama: Path
+) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3,
+              "prompt_lookup_max": 3, "prompt_lookup_min": 1}  # fmt: skip
+    engine = engine_pool.acquire(
+        llama, block_size=32, max_num_batched_tokens=64, speculative_config=config
+    )
+    with Witness(engine) as witness:
+        capture = engine.capture([Request("r", (5, 9, 200) * 4)], ["embed"], max_new_tokens=40)
+    tokens = capture.requests[0].token_ids
+    fates = {True: 0, False: 0}
+    steps = list(zip(witness.layouts, witness.calls, strict=True))
+    for (layout, (fed, _)), (following, _) in itertools.pairwise(steps):
+        (segment,), (after,) = layout.segments, following.segments
+        first_draft = segment.start + segment.rows - segment.drafts
+        for position, token in enumerate(fed[: segment.rows], segment.start):
+            if position < first_draft:
+                assert token == tokens[position]
+            else:
+                drafted = fed[first_draft - segment.start : position + 1 - segment.start]
+                right = tokens[first_draft : position + 1] == tuple(drafted)
+                assert (position < after.start) == right
+                fates[right] += 1
+    assert all(fates.values()), f"accepted and rejected drafts: {fates}"
+
+
+def test_a_resumed_request_is_one_that_the_scheduler_preempted(
+    engine_pool: EnginePool, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_pool.acquire(
+        llama, block_size=32, num_gpu_blocks_override=9, max_num_batched_tokens=64,
+        max_model_len=256,
+    )  # fmt: skip
+    preempted: list[int] = []
+    with Witness(engine) as witness:
+        scheduler = witness.core.scheduler
+        preempt = scheduler._preempt_request
+
+        def counted(request: Any, *arguments: Any, **options: Any) -> Any:
+            preempted.append(request.num_prompt_tokens)
+            return preempt(request, *arguments, **options)
+
+        monkeypatch.setattr(scheduler, "_preempt_request", counted)
+        requests = [Request(str(i), tuple(range(1, 41 + i))) for i in range(4)]
+        engine.capture(requests, ["embed"], max_new_tokens=60)
+    resumed = [s.prompt_length for layout in witness.layouts for s in layout.segments if s.resumed]
+    assert preempted
+    assert sorted(resumed) == sorted(preempted)
+
+
+def test_owners_do_not_depend_on_the_ids_that_vllm_is_given(engine: VLLMBackend) -> None:
+    from vllm import SamplingParams
+
+    ids = ["1", "10", "a", "a-0", "req-1", "req-1-0"]
+    core = engine._llm.llm_engine
+    with Witness(engine) as witness:
+        for number, name in enumerate(ids):
+            params = SamplingParams(
+                max_tokens=3, ignore_eos=True, detokenize=False, extra_args={OWNER: f"of {name}"}
+            )
+            core.add_request(name, {"type": "token", "prompt_token_ids": [number + 1] * 4}, params)
+        while core.has_unfinished_requests():
+            core.step()
+    for layout, (fed, _) in zip(witness.layouts, witness.calls, strict=True):
+        row = 0
+        for segment in layout.segments:
+            if segment.start == 0:
+                owner = segment.owner or ""
+                assert fed[row] == ids.index(owner.removeprefix("of ")) + 1
+            row += segment.rows
+    assert {s.owner for layout in witness.layouts for s in layout.segments} == {
+        f"of {name}" for name in ids
+    }
+
+
+def test_an_idle_step_announces_nothing(engine: VLLMBackend) -> None:
+    with Witness(engine) as witness:
+        witness.core.execute_dummy_batch()
+        engine._llm.llm_engine.step()
+    assert not witness.layouts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,12 @@ def test_an_engine_that_was_compiled_is_refused_on_attach(start_llm: Callable[..
     backend = VLLMBackend.attach(llm)
     with pytest.raises(EngineError, match="without enforce_eager=True"):
         backend.capture([Request("r", (5, 9))], ["embed"])
+
+
+def test_an_engine_starts_in_a_process_that_has_loaded_numba(
+    start_llm: Callable[..., Any],
+) -> None:
+    import llvmlite.binding.ffi as binding
+
+    start_llm(enforce_eager=True)
+    assert sys.modules["llvmlite.binding.ffi"] is binding

@@ -24,7 +24,7 @@ some_selectors = st.just(ALL) | st.lists(selectors, min_size=1, max_size=3).map(
 def run_step(store: RowStore, schedule: Schedule, layout: StepLayout) -> None:
     """Play a forward pass of the schedule."""
     store.begin_step(layout, CPU)
-    for site in SITES:
+    for site in store.sites:
         rows = forward(schedule, layout, site)
         store.put(site, [rows])
         rows.fill_(-1.0)  # as a fused kernel does to its inputs

@@ -20,7 +20,6 @@ from tapcheck.transport import RowBatch, merge, pack, packed_parts, unpack
 
 PRE, POST = Site("resid_pre", 0), Site("resid_post", 0)
 ACCOUNT = Account(Situations(*range(len(SITUATIONS))), ((0, 16), (32, 48)))
-COUNTS = list(range(len(SITUATIONS)))
 
 
 def columns(*pairs: tuple[int, int], step: int = 0, time: int = 0) -> Columns:
@@ -136,30 +135,25 @@ def test_a_flipped_byte_never_escapes_as_another_error(
     [
         ({"request": "ab"}, "list of strings"),
         ({"request": [1, 2]}, "list of strings"),
-        ({"request": ["a"]}, "accounts are not one for each request"),
-        ({"request": ["a"], "accounts": [[COUNTS, []]]}, "outside its 1 requests"),
-        ({"accounts": []}, "accounts are not one for each request"),
-        ({"accounts": {}}, "accounts are not one for each request"),
+        ({"request": ["a"]}, "not one list for each request"),
+        ({"request": ["a"], "cached": [[]]}, "header promises"),
+        ({"cached": []}, "not one list for each request"),
+        ({"cached": {}}, "not one list for each request"),
         *(
-            ({"accounts": [[COUNTS, []], entry]}, "11 counts and ranges")
-            for entry in (
+            ({"cached": [[], ranges]}, "not a list of ranges")
+            for ranges in (
+                [0, 1],
+                [[0]],
+                [[0, 1, 2]],
+                [[0, -1]],
+                [[0, 0.5]],
+                [[0, True]],
+                "ab",
+                5,
+                {},
                 None,
-                [COUNTS],
-                [COUNTS[1:], []],
-                [[*COUNTS, 0], []],
-                [[-1, *COUNTS[1:]], []],
-                [[True, *COUNTS[1:]], []],
-                [["1", *COUNTS[1:]], []],
-                ["12345678901", []],
-                [COUNTS, [[0]]],
-                [COUNTS, [[0, 1, 2]]],
-                [COUNTS, [[0, -1]]],
-                [COUNTS, [[0, 0.5]]],
-                [COUNTS, ["01"]],
-                [COUNTS, 5],
             )
         ),
-        ({"accounts": [[COUNTS[1:], []], [[*COUNTS, 0], []]]}, "11 counts and ranges"),
         ({"request": ["a", "a"]}, "same request key twice"),
         ({"rows": -1}, "row count"),
         ({"rows": True}, "row count"),
@@ -173,7 +167,7 @@ def test_a_flipped_byte_never_escapes_as_another_error(
         ({"sites": [["resid_psot.0", "float32", 2]]}, "did you mean 'resid_post'"),
         ({"sites": [[7, "float32", 2]]}, "not a site"),
         ({"sites": [["resid_post.0", "float32", 1]] * 2}, "a site twice"),
-        ({"more": 1}, "lacks request, accounts, rows or sites"),
+        ({"more": 1}, "lacks request, cached, rows or sites"),
     ],
 )
 def test_a_header_that_does_not_fit_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -188,6 +182,17 @@ def test_a_header_that_is_no_header_is_refused(header: bytes) -> None:
     magic = pack(RowBatch((), columns(), {}, ()))[:8]
     with pytest.raises(CaptureError, match="its header"):
         unpack(magic + len(header).to_bytes(8, "little") + header)
+
+
+def test_a_negative_count_is_refused() -> None:
+    batch = replace(rank((0, 0)), accounts=(ACCOUNT, Account(Situations(preemptions=-1))))
+    with pytest.raises(CaptureError, match="less than no times"):
+        unpack(pack(batch))
+
+
+def test_rows_of_an_absent_request_are_refused() -> None:
+    with pytest.raises(CaptureError, match="outside its 1 requests"):
+        RowBatch(("a",), columns((1, 0)), {POST: torch.zeros(1, 2)}, (ACCOUNT,))
 
 
 def test_a_negative_position_is_refused() -> None:
