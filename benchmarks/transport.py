@@ -68,9 +68,9 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
         if rows not in batches:
             batches[rows] = make_batch(rows)
         parts = packed_parts(batches[rows])
-        handle = sender.send(parts)
-        plain = b"" if handle else b"".join(parts)
-        replies.write(json.dumps(handle or len(plain)).encode() + b"\n" + plain)
+        sent = sender.send(parts)
+        head, plain = (len(sent), sent) if isinstance(sent, bytes) else (sent, b"")
+        replies.write(json.dumps(head).encode() + b"\n" + plain)
         replies.flush()
 
 
@@ -88,10 +88,9 @@ class Client:
         assert replies is not None
         requests.write(b"%d\n" % rows)
         requests.flush()
-        handle = json.loads(replies.readline())
-        if isinstance(handle, int):
-            return unpack(replies.read(handle))
-        return unpack(self.receiver.receive(handle))
+        head = json.loads(replies.readline())
+        sent = replies.read(head) if isinstance(head, int) else head
+        return unpack(self.receiver.receive([sent])[0])
 
     def close(self) -> None:
         self.child.communicate()

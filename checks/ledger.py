@@ -179,7 +179,8 @@ class RowBook:
                 continue
             first = place[cached.request_id] * _STRIDE + _STRIDE // 2
             keep &= (keys < first + cached.start) | (keys >= first + cached.stop)
-        return keys[keep]
+        computed: IntArray = keys[keep]
+        return computed
 
     def owner(self, key: int) -> tuple[Request, int]:
         """The request and position of a key."""

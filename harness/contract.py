@@ -9,7 +9,8 @@ the one reading under which the residual stream's own identities hold:
 
 (or, where attention and MLP run in parallel, resid_post == resid_pre + attn_out + mlp_out).
 During the probe the embedding's and every sublayer's output is replaced by random numbers of its
-own, so that no term is zero, outsized or equal to another, and a wrong reading is wrong by far.
+own, so that no term is zero, outsized or equal to another, and a wrong reading is wrong by far. A
+pipeline stage without embedding gets them for what enters its first layer.
 """
 
 from __future__ import annotations
@@ -119,8 +120,21 @@ def observe(anatomy: Anatomy, run_forward: Callable[[], object]) -> Probe:
     for parts in filter(None, anatomy.layers):
         kinds |= {parts.layer: "layer", parts.attention: "attention", parts.mlp: "mlp"}
         kinds |= {norm: "norm" for _, norm in parts.norms}
+
+    def enter(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        stream = {
+            id(tensor): _noise(tensor, next(seeds), 1.0) for tensor in call_tensors(args, kwargs)
+        }
+        return (
+            tuple(stream.get(id(value), value) for value in args),
+            {name: stream.get(id(value), value) for name, value in kwargs.items()},
+        )
+
+    layers = [parts.layer for parts in anatomy.layers if parts is not None]
     if anatomy.embed is not None:
         handles.append(anatomy.embed.register_forward_hook(replace))
+    elif layers:
+        handles.append(layers[0].register_forward_pre_hook(enter, with_kwargs=True))
     for module, kind in kinds.items():
         if kind in ("attention", "mlp"):
             handles.append(module.register_forward_hook(replace))

@@ -35,7 +35,7 @@ class HandoverError(CaptureError):
 
 
 class Sender:
-    """The worker's side: holds one drain, until it is received or the next takes its place."""
+    """The worker's side, one a process: holds one drain until it is received or another is sent."""
 
     def __init__(self) -> None:
         self._name = ""
@@ -43,18 +43,20 @@ class Sender:
         self._memory: mmap.mmap | None = None
         self._size = 0
         self._stamp = b""
+        self._small = b""
 
-    def send(self, parts: Sequence[memoryview]) -> dict[str, Any] | None:
+    def send(self, parts: Sequence[memoryview]) -> dict[str, Any] | bytes:
         """Copy a drain into shared memory; returns the JSON-able handle for `Receiver.receive`.
 
-        `parts` are the drain's bytes in pieces, as from `packed_parts`. Returns None when they
-        must travel in the reply instead: they are few, or this system has no such memory.
+        `parts` are the drain's bytes in pieces, as from `packed_parts`. Returns the bytes
+        themselves when they are few, or this system has no such memory.
         """
         size = sum(part.nbytes for part in parts)
         memory = self._room_for(size) if size >= SMALLEST_SHARED else None
         if memory is None:
-            self._stamp = b""
-            return None
+            plain = b"".join(parts)
+            self._stamp, self._small = b"", plain if size < SMALLEST_SHARED else b""
+            return plain
         memory[:_BEGIN] = bytes(_BEGIN)
         at = _BEGIN
         for part in parts:
@@ -66,7 +68,9 @@ class Sender:
         return dict(zip(_FIELDS, values, strict=True))
 
     def resend(self) -> bytes:
-        """The drain of the last handle, for a client that can't receive it; else nothing."""
+        """The bytes of the last drain, for a client that can't receive it; none once received."""
+        if not self._stamp:
+            return self._small
         if self._memory is None or self._memory[:_STAMP_BYTES] != self._stamp:
             return b""
         return self._memory[_BEGIN : _BEGIN + self._size]
@@ -77,7 +81,7 @@ class Sender:
             self._memory.close()
         if self._fd is not None:
             os.close(self._fd)
-        self._memory, self._fd = None, None
+        self._memory, self._fd, self._stamp, self._small = None, None, b"", b""
 
     def _room_for(self, size: int) -> mmap.mmap | None:
         """The memory, made anew when it is too small; None where there is no such memory."""
@@ -105,27 +109,18 @@ class Receiver:
     def __init__(self) -> None:
         self._mapped: dict[int, tuple[str, mmap.mmap]] = {}
 
-    def receive(self, handle: Any) -> memoryview:
-        """The drain of a `Sender.send`, once, as this process's own writable copy.
+    def receive(self, drains: Sequence[Any]) -> list[bytes | memoryview]:
+        """One drain of every worker, each as this process's own copy; bytes are left as they are.
 
-        Raises HandoverError when the worker's memory is out of reach: it can `resend` the drain
-        then. Raises CaptureError when the drain isn't in that memory any more.
+        `drains` are what every worker's `Sender.send` returned; each can be received once. Raises
+        HandoverError when a worker's memory is out of reach: none is received then, and each
+        worker can `resend`. Raises CaptureError when a drain isn't in its memory any more.
         """
-        checked = _check(handle)
-        size, stamp = checked["size"], bytes.fromhex(checked["stamp"])
-        memory = self._memory(checked)
-        before = memory[:_STAMP_BYTES]
-        drain = np.frombuffer(memory, np.uint8, size, _BEGIN).copy()
-        if not before == stamp == memory[:_STAMP_BYTES]:
-            raise CaptureError(
-                f"worker {checked['pid']}: {size} bytes of rows were overwritten or received "
-                "before they were read. Let one client at a time capture from an engine"
-            )
-        memory[:_STAMP_BYTES] = bytes(_STAMP_BYTES)
-        surplus = _BEGIN + size - MOST_KEPT
-        if surplus > 0:
-            memory.madvise(mmap.MADV_REMOVE, MOST_KEPT, surplus)
-        return memoryview(drain)
+        handles = [drain if isinstance(drain, bytes) else _check(drain) for drain in drains]
+        reached = [
+            each if isinstance(each, bytes) else (each, self._memory(each)) for each in handles
+        ]
+        return [each if isinstance(each, bytes) else _take(*each) for each in reached]
 
     def close(self) -> None:
         """Unmap every worker's memory; drains that were received stay."""
@@ -145,6 +140,23 @@ class Receiver:
         memory = _map(handle)
         self._mapped[pid] = name, memory
         return memory
+
+
+def _take(handle: Mapping[str, Any], memory: mmap.mmap) -> memoryview:
+    """A writable copy of the drain, which is gone from the memory then."""
+    size, stamp = handle["size"], bytes.fromhex(handle["stamp"])
+    before = memory[:_STAMP_BYTES]
+    drain = np.frombuffer(memory, np.uint8, size, _BEGIN).copy()
+    if not before == stamp == memory[:_STAMP_BYTES]:
+        raise CaptureError(
+            f"worker {handle['pid']}: {size} bytes of rows were overwritten or received "
+            "before they were read. Let one client at a time capture from an engine"
+        )
+    memory[:_STAMP_BYTES] = bytes(_STAMP_BYTES)
+    surplus = _BEGIN + size - MOST_KEPT
+    if surplus > 0:
+        memory.madvise(mmap.MADV_REMOVE, MOST_KEPT, surplus)
+    return memoryview(drain)
 
 
 def _map(handle: Mapping[str, Any]) -> mmap.mmap:

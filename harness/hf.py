@@ -20,7 +20,7 @@ from tapcheck.anatomy import Anatomy, find_anatomy
 from tapcheck.capture import Capture
 from tapcheck.compatibility.environment import collect_environment
 from tapcheck.contract import LayerContract, Source, Tensors, observe, solve
-from tapcheck.errors import CaptureError, EngineError, ModelError, SiteError
+from tapcheck.errors import CaptureError, EngineError, ModelError
 from tapcheck.layout import Segment, StepLayout
 from tapcheck.models import (
     first_line,
@@ -33,9 +33,8 @@ from tapcheck.request import Request
 from tapcheck.rowstore import RowStore
 from tapcheck.runs import Plan, assemble, check_requests, finished, make_plan, prompt_to_run
 from tapcheck.sites import Site
-from tapcheck.taps import attach, plan_taps, tappable_sites
+from tapcheck.taps import LOGITS, attach, plan_taps, require_all, tappable_sites
 
-_LOGITS = Site("logits")
 _PROBE_TOKENS = 8
 
 
@@ -108,8 +107,7 @@ class HFBackend:
     @property
     def sites(self) -> tuple[Site, ...]:
         """Every site that this model has, in execution order."""
-        _, contracts, final_norm = self._readings
-        return tappable_sites(self.num_layers, contracts, final_norm)
+        return (*tappable_sites(*self._readings), LOGITS)
 
     @functools.cached_property
     def _readings(self) -> tuple[Anatomy, tuple[LayerContract | None, ...], Source | None]:
@@ -158,10 +156,7 @@ class HFBackend:
 
     def _taps(self, plan: Plan) -> dict[Site, Source]:
         taps = plan_taps(plan.sites, *self._readings)
-        untapped = [str(site) for site in plan.sites if site not in taps and site != _LOGITS]
-        if untapped:
-            name = type(self._model).__name__
-            raise SiteError(f"{name} has no module whose output is {', '.join(untapped)}")
+        require_all(plan.sites, {*taps, LOGITS}, type(self._model).__name__)
         return taps
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
@@ -304,7 +299,7 @@ class _Batch:
         layout = StepLayout(next(self._steps), tuple(segments), columns * len(self._requests))
         self._columns_done += columns
         self._store.begin_step(layout, self._model.device)
-        if _LOGITS in self._store.sites and "logits_to_keep" in kwargs:
+        if LOGITS in self._store.sites and "logits_to_keep" in kwargs:
             # `generate` asks for the last position's logits only.
             kwargs["logits_to_keep"] = 0
         return args, kwargs
@@ -313,6 +308,6 @@ class _Batch:
         self._store.put(site, [term.reshape(-1, term.shape[-1]) for term in terms])
 
     def _after(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if self._store.open and _LOGITS in self._store.sites:
-            self._put(_LOGITS, (output.logits,))
+        if self._store.open and LOGITS in self._store.sites:
+            self._put(LOGITS, (output.logits,))
         self._store.end_step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,17 +16,21 @@ from tapcheck.sites import Site, all_sites
 Put = Callable[[Site, Tensors], None]
 
 
+LOGITS = Site("logits")
+
+
 def tappable_sites(
-    num_layers: int, contracts: Sequence[LayerContract | None], final_norm: Source | None
+    anatomy: Anatomy, contracts: Sequence[LayerContract | None], final_norm: Source | None
 ) -> tuple[Site, ...]:
-    """Every site that a model has, by its layers' contracts, in execution order."""
+    """Every site that a model, or a pipeline stage of it, has as a module, in execution order."""
 
     def has(site: Site) -> bool:
         if site.layer is None:
-            return site.point != "final_norm" or final_norm is not None
-        return getattr(contracts[site.layer], site.point) is not None
+            present = {"embed": anatomy.embed, "final_norm": final_norm}
+            return present.get(site.point) is not None
+        return getattr(contracts[site.layer], site.point, None) is not None
 
-    return tuple(site for site in all_sites(num_layers) if has(site))
+    return tuple(site for site in all_sites(len(contracts)) if has(site))
 
 
 def plan_taps(
@@ -35,7 +39,7 @@ def plan_taps(
     contracts: Sequence[LayerContract | None],
     final_norm: Source | None,
 ) -> dict[Site, Source]:
-    """Where each site is read; sites of layers on another pipeline stage are left out.
+    """Where each site is read; those of another pipeline stage are left out.
 
     `logits` has no module and isn't planned. Raises SiteError for a point that the architecture
     hasn't, with the reason.
@@ -49,6 +53,13 @@ def plan_taps(
         elif site.layer is not None and contracts[site.layer] is not None:
             plan[site] = _layer_source(site, contracts[site.layer])
     return plan
+
+
+def require_all(wanted: Sequence[Site], tapped: Collection[Site], model: str) -> None:
+    """Raise SiteError unless every wanted site is tapped, by this model or one of its stages."""
+    missing = [str(site) for site in wanted if site not in tapped]
+    if missing:
+        raise SiteError(f"{model} has no module whose output is {', '.join(missing)}")
 
 
 def _layer_source(site: Site, contract: LayerContract | None) -> Source:

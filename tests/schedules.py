@@ -95,7 +95,8 @@ class _Sequence:
         """Where to go on: at the first pass and after a preemption, from what the cache holds."""
         if self.ended is not None or (self.started and draw(st.integers(0, 3)) < 3):
             return False
-        cached = draw(st.integers(0, (self.known - 1) // block)) * block
+        most = (self.known - 1) // block
+        cached = draw(st.integers(0, most) | st.just(most)) * block
         # An engine that only goes back, as after a failed load of cached blocks, doesn't say so.
         resumed = self.started and (cached >= self.decided or draw(st.integers(0, 3)) < 3)
         self.steps = {at: s for at, s in self.steps.items() if at < min(cached, self.decided)}
@@ -147,7 +148,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return Schedule(tuple(layouts), requests, ends, steps, frozenset(rejected))
 
 
-_of_others = st.just([]) | st.lists(
+_of_others: st.SearchStrategy[list[Segment]] = st.just([]) | st.lists(
     st.builds(
         Segment,
         owner=st.none(),

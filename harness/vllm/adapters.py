@@ -44,6 +44,16 @@ class RunnerAdapter(Protocol):
         """Where the runner's tensors live."""
         ...
 
+    @property
+    def first_stage(self) -> bool:
+        """Whether this worker runs the embedding: always, but for later pipeline stages."""
+        ...
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this worker computes logits: always, but for earlier pipeline stages."""
+        ...
+
     def run_dummy_forward(self) -> None:
         """Run one forward pass over a few rows that belong to no request."""
         ...
@@ -85,6 +95,20 @@ class V1RunnerAdapter:
         """Where the runner's tensors live."""
         device: torch.device = self._runner.device
         return device
+
+    @property
+    def first_stage(self) -> bool:
+        """The pipeline group's word for it."""
+        from vllm.distributed import get_pp_group
+
+        return bool(get_pp_group().is_first_rank)
+
+    @property
+    def last_stage(self) -> bool:
+        """The pipeline group's word for it."""
+        from vllm.distributed import get_pp_group
+
+        return bool(get_pp_group().is_last_rank)
 
     def run_dummy_forward(self) -> None:
         """Run one forward pass without KV cache, as vLLM's own memory profiling does."""
@@ -215,5 +239,6 @@ def live_settings(worker: Any) -> dict[str, Any]:
         "data_parallel_size": int(parallel.data_parallel_size),
         "max_model_len": int(config.model_config.max_model_len),
         "speculative": config.speculative_config is not None,
+        "workers": int(parallel.world_size),
         "microbatched": bool(parallel.enable_dbo),
     }

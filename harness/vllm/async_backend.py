@@ -25,8 +25,14 @@ from tapcheck.runs import (
     prompt_to_run,
 )
 from tapcheck.sites import Site
+from tapcheck.taps import require_all
 from tapcheck.transport import RowBatch
-from tapcheck.vllm.backend import DEFAULT_MAX_BUFFER_BYTES, read_batches, unreachable
+from tapcheck.vllm.backend import (
+    DEFAULT_MAX_BUFFER_BYTES,
+    read_batches,
+    sites_of_all,
+    unreachable,
+)
 from tapcheck.vllm.engine import capture_metadata, engine_arguments, engine_environment
 from tapcheck.vllm.protocol import decode, first_line, in_step
 from tapcheck.vllm.sampling import captured, one_for_each
@@ -164,8 +170,9 @@ class AsyncVLLMBackend:
                 await self._idle.wait()
                 self._installed = None
                 arguments = plan.install_arguments(self.num_layers, self._max_buffer_bytes)
-                for reply in await self._call("tapcheck_install", arguments):
-                    decode(reply)
+                replies = await self._call("tapcheck_install", arguments)
+                tapped = sites_of_all(replies, self.num_layers)
+                require_all(plan.sites, tapped, self.metadata["engine"]["architecture"])
                 self._installed = plan
             self._in_flight += 1
             self._idle.clear()

@@ -19,6 +19,7 @@ from tapcheck.request import Request
 from tapcheck.runs import Plan, check_requests, make_plan, owner_keys
 from tapcheck.selectors import parse_selectors
 from tapcheck.sites import Site, parse_sites
+from tapcheck.taps import require_all
 from tapcheck.transport import RowBatch, merge, unpack
 from tapcheck.vllm.engine import (
     capture_metadata,
@@ -104,7 +105,7 @@ class VLLMBackend:
         self._config = load_config(model)
         settings = decode(self._call("tapcheck_describe")[0])
         # With more ranks the workers are processes of their own, wherever the core is.
-        self._by_reference = in_process and settings["tensor_parallel_size"] == 1
+        self._by_reference = in_process and settings["workers"] == 1
         self.metadata: Mapping[str, Any] = capture_metadata(model, dtype, in_process, settings)
 
     @property
@@ -115,8 +116,7 @@ class VLLMBackend:
     @property
     def sites(self) -> tuple[Site, ...]:
         """Every site that this model has, in execution order."""
-        names: list[str] = decode(self._call("tapcheck_sites", str(self.num_layers))[0])
-        return parse_sites(names, self.num_layers)
+        return sites_of_all(self._call("tapcheck_sites", str(self.num_layers)), self.num_layers)
 
     def capture(
         self,
@@ -241,8 +241,8 @@ class VLLMBackend:
             return
         self._installed = None
         arguments = plan.install_arguments(self.num_layers, self._max_buffer_bytes)
-        for reply in self._call("tapcheck_install", arguments):
-            decode(reply)
+        tapped = sites_of_all(self._call("tapcheck_install", arguments), self.num_layers)
+        require_all(plan.sites, tapped, self.metadata["engine"]["architecture"])
         self._installed = plan
 
     def _uninstall(self) -> None:
@@ -301,6 +301,12 @@ def _start(arguments: dict[str, Any], in_process: bool) -> Any:
     except Exception as error:
         model, reason = arguments["model"], first_line(error)
         raise EngineError(f"vLLM did not start {model!r}: {reason}") from error
+
+
+def sites_of_all(replies: Sequence[str], num_layers: int) -> tuple[Site, ...]:
+    """The sites that the workers name, each pipeline stage its own, in execution order."""
+    names = {name for reply in replies for name in decode(reply)}
+    return parse_sites(names, num_layers) if names else ()
 
 
 def read_batches(replies: Sequence[RowBatch | bytes | str]) -> RowBatch:

@@ -61,11 +61,6 @@ def engine_arguments(
             "pipeline_parallel_size": int(arguments.get("pipeline_parallel_size", 1)),
         }
     )
-    if int(arguments.get("pipeline_parallel_size", 1)) > 1:
-        raise EngineError(
-            "pipeline parallel engines can't be tapped in hook mode yet: their stages' rows are "
-            "not merged. Start the engine with pipeline_parallel_size=1"
-        )
     return arguments
 
 

@@ -20,14 +20,12 @@ from tapcheck.layout import StepLayout
 from tapcheck.rowstore import RowStore
 from tapcheck.selectors import parse_selectors
 from tapcheck.sites import Site, parse_sites
-from tapcheck.taps import attach, plan_taps, tappable_sites
+from tapcheck.taps import LOGITS, attach, plan_taps, tappable_sites
 from tapcheck.transport import RowBatch, pack
 from tapcheck.vllm.adapters import RunnerAdapter, adapter_for, find_embedding, live_settings
 from tapcheck.vllm.protocol import encode_error, encode_result
 
 R = TypeVar("R")
-
-_LOGITS = Site("logits")
 
 
 class WorkerTaps:
@@ -44,31 +42,33 @@ class WorkerTaps:
     def _readings(self) -> tuple[Anatomy, tuple[LayerContract | None, ...], Source | None]:
         """The model's parts and what each layer's tensors mean, from one dummy forward."""
         model = self.adapter.model
-        anatomy = find_anatomy(model, self.num_layers, find_embedding(model))
+        # With tied weights the last stage has the embedding's module too, and never runs it.
+        embedding = find_embedding(model) if self.adapter.first_stage else None
+        anatomy = find_anatomy(model, self.num_layers, embedding)
         probe = observe(anatomy, self.adapter.run_dummy_forward)
         return anatomy, *solve(anatomy, probe)
 
     @property
     def sites(self) -> list[str]:
-        """Every site that the model has."""
-        _, contracts, final_norm = self._readings
-        return [str(site) for site in tappable_sites(self.num_layers, contracts, final_norm)]
+        """Every site that the model, or this pipeline stage of it, has."""
+        sites = tappable_sites(*self._readings)
+        return [str(site) for site in (*sites, *([LOGITS] if self.adapter.last_stage else []))]
 
-    def install(self, sites: list[str], select: list[int | str], max_bytes: int) -> None:
+    def install(self, sites: list[str], select: list[int | str], max_bytes: int) -> list[str]:
         """Tap `sites` at the selected positions, in place of what was tapped before.
 
-        More than `max_bytes` of rows that nobody drains end the capture with an error.
+        Returns the sites that this worker has: the others are another pipeline stage's. More than
+        `max_bytes` of rows that nobody drains end the capture with an error.
         """
         wanted = parse_sites(sites, self.num_layers)
-        store = RowStore(wanted, parse_selectors(select), max_bytes)
         plan = plan_taps(wanted, *self._readings)
-        untapped = [str(site) for site in wanted if site not in plan and site != _LOGITS]
-        if untapped:
-            raise EngineError(f"no module of this worker's model is {', '.join(untapped)}")
+        mine = [s for s in wanted if s in plan or (s == LOGITS and self.adapter.last_stage)]
+        store = RowStore(mine, parse_selectors(select), max_bytes)
         self.uninstall()
         self._store, self._failure = store, None
         self._handles = attach(plan, self._put)
         self.adapter.watch(self._begin, self._end)
+        return [str(site) for site in mine]
 
     def uninstall(self) -> None:
         """Remove every hook and forget every row."""
@@ -114,12 +114,12 @@ class WorkerTaps:
         self._guarded(self._close_step, output)
 
     def _close_step(self, store: RowStore, output: Any) -> None:
-        if store.open and _LOGITS in store.sites:
+        if store.open and LOGITS in store.sites:
             hidden = output if isinstance(output, torch.Tensor) else output[0]
             logits = self.adapter.compute_logits(store.selected(hidden))
             if logits is None:
                 raise CaptureError("this rank computes no logits, so site 'logits' has no rows")
-            store.put_selected(_LOGITS, logits)
+            store.put_selected(LOGITS, logits)
         store.end_step()
 
 
@@ -160,10 +160,12 @@ class TapcheckWorkerExtension:
 
     @_answers
     def tapcheck_install(self, arguments: str) -> str:
-        """Install taps; `arguments` is JSON: num_layers, and what WorkerTaps.install takes."""
+        """Install taps; `arguments` is JSON: num_layers, and what WorkerTaps.install takes.
+
+        Replies with the sites that this worker has.
+        """
         wanted = json.loads(arguments)
-        _taps(self, wanted.pop("num_layers")).install(**wanted)
-        return encode_result(None)
+        return encode_result(_taps(self, wanted.pop("num_layers")).install(**wanted))
 
     @_answers
     def tapcheck_drain(self, owners: str) -> RowBatch:
@@ -215,9 +217,8 @@ def _refuse_untappable(worker: Any) -> None:
             "this engine splits each step into microbatches, so a hook sees half a step. Start it "
             "with enable_dbo=False"
         )
-    for kind in ("pipeline", "data"):
-        if settings[f"{kind}_parallel_size"] > 1:
-            raise EngineError(
-                f"this engine runs {kind} parallel, which hook mode can't merge yet. Start it with "
-                f"{kind}_parallel_size=1"
-            )
+    if settings["data_parallel_size"] > 1:
+        raise EngineError(
+            "this engine runs data parallel, so each worker has other requests, which hook mode "
+            "can't merge yet. Start it with data_parallel_size=1"
+        )

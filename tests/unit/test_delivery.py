@@ -42,7 +42,7 @@ def due(schedule: Schedule, chosen: tuple[Selector, ...]) -> list[tuple[str, int
 
 def named(schedule: Schedule) -> dict[str, Request]:
     """The finished requests, by owner, under the ids that the caller gave them."""
-    return {o: replace(r, id=f"mine {o}") for o, r in reversed(schedule.requests.items())}
+    return {o: replace(r, id=f"mine {o}") for o, r in reversed([*schedule.requests.items()])}
 
 
 def rows_in(capture: Capture) -> list[tuple[str, int, str, int, int]]:
@@ -81,6 +81,10 @@ def test_a_capture_has_exactly_the_rows_that_are_due(
         for o, at in rows
         for site in SITES
     )
+    for site in SITES:
+        columns = capture[site].columns
+        keys = list(zip(columns.request.tolist(), columns.position.tolist(), strict=True))
+        assert keys == sorted(keys)
     cached = {
         run.id: [at for at in range(run.seen_length) if at not in schedule.steps[owner]]
         for owner, run in runs.items()

