@@ -49,6 +49,8 @@ NEW_TOKENS = 12
 _MODEL_LEN = 512  # more than any of them needs
 # Fewer tokens in a step than the prompts have together, so that some are taken in chunks.
 _CHUNK = 64
+# New tokens of the metamorphic checks, which run each request about ten times.
+_FEW_TOKENS = 6
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def judge_engine(
 def judge_itself(job: Job) -> Finding:
     """Every metamorphic check: on one engine, then with a second that takes prompts in chunks."""
     limits, rtol = _engine_limits(job), job.rtol
-    new: dict[str, Any] = {"max_new_tokens": NEW_TOKENS}
+    new: dict[str, Any] = {"max_new_tokens": _FEW_TOKENS}
     with VLLMBackend(job.path, dtype=job.dtype, **limits) as engine:
         requests = _with_one_beyond_a_block(job, engine.metadata["engine"])
         run = (requests, engine.sites)
@@ -153,7 +155,7 @@ def judge_itself(job: Job) -> Finding:
 def _with_one_beyond_a_block(job: Job, engine: Mapping[str, Any]) -> list[Request]:
     """The usual requests, and one of which the prefix cache can hold a block, if it fits."""
     vocabulary = int(load_config(job.path).get_text_config().vocab_size)
-    length = min(engine["block_size"] + 2, engine["max_model_len"] - NEW_TOKENS)
+    length = min(engine["block_size"] + 2, engine["max_model_len"] - _FEW_TOKENS)
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(vocabulary, (length,), generator=generator).tolist()
     return [*make_requests(vocabulary), Request("beyond", tuple(prompt))]

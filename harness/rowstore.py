@@ -302,4 +302,4 @@ def _rows(chunk: _Chunk, entries: Sequence[tuple[int, int, Sequence[int]]]) -> s
 
 
 def _mib(size: int) -> str:
-    return f"{size / (1 << 20):.1f} MiB"
+    return f"{size / (1 << 20):,.3g} MiB"

@@ -150,7 +150,8 @@ def assemble(
         owner, position = divmod(int(distinct[counts > 1][0]), _STRIDE)
         raise CaptureError(
             f"request {requests[owner].id!r}, position {position} was delivered "
-            f"{int(counts.max())} times: its rows can't be told apart. Nothing was returned"
+            f"{int(counts[counts > 1][0])} times: its rows can't be told apart. "
+            "Nothing was returned"
         )
     due = _codes(due_request, due_position)
     missing = np.flatnonzero(~np.isin(due, have))

@@ -95,10 +95,13 @@ class Progress:
     def __init__(self, expected: int) -> None:
         self._expected = expected
         self._ended = 0
+        self._width = 0
         self.spinner = err.status("starting")
 
     def start(self, job: Job) -> None:
         """Head the checks of a job."""
+        from tapcheck.checks.jobs import check_names
+
         engines = {
             None: "the checker's own test",
             "in_process": "vLLM in process against Transformers",
@@ -106,6 +109,7 @@ class Progress:
         }
         heading = "vLLM against itself" if job.metamorphic else engines[job.topology]
         self._print(Text(f"\n{job.model}: {heading}", "bold"))
+        self._width = max(len(_claim(name)) for name in check_names(job))
         self.spinner.update(f"check {self._ended + 1} of {self._expected}")
 
     def result(self, result: CheckResult) -> None:
@@ -114,7 +118,7 @@ class Progress:
 
         self._ended += 1
         found = status(result)
-        label = f"  {found:<5}  {result.name.partition('[')[0]:<11}  "
+        label = f"  {found:<5}  {_claim(result.name):<{self._width}}  "
         lines = [wrapped(label, result.reason)]
         if found == "fail":
             lines += [wrapped(" " * len(label), line) for line in _why_it_failed(result)]
@@ -127,6 +131,11 @@ class Progress:
         self.spinner.stop()
         out.print(text)
         self.spinner.start()
+
+
+def _claim(name: str) -> str:
+    """`ledger` of `ledger[tiny-llama,in_process]`."""
+    return name.partition("[")[0]
 
 
 def _why_it_failed(result: CheckResult) -> Iterator[str]:

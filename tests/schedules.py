@@ -98,7 +98,7 @@ class _Sequence:
         most = (self.known - 1) // block
         cached = draw(st.integers(0, most) | st.just(most)) * block
         # An engine that only goes back, as after a failed load of cached blocks, doesn't say so.
-        resumed = self.started and (cached >= self.decided or draw(st.integers(0, 3)) < 3)
+        resumed = self.started and (cached >= self.decided or draw(st.integers(0, 2)) < 2)
         self.steps = {at: s for at, s in self.steps.items() if at < min(cached, self.decided)}
         self.computed, self.started = cached, True
         return resumed

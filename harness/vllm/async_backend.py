@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tapcheck.capture import Capture
 from tapcheck.errors import EngineError
+from tapcheck.handover import HandoverError, Receiver
 from tapcheck.models import layer_count, load_config, require_vocabulary
 from tapcheck.request import Request
 from tapcheck.runs import (
@@ -29,12 +30,13 @@ from tapcheck.taps import require_all
 from tapcheck.transport import RowBatch
 from tapcheck.vllm.backend import (
     DEFAULT_MAX_BUFFER_BYTES,
-    read_batches,
+    received,
     sites_of_all,
     unreachable,
 )
 from tapcheck.vllm.engine import capture_metadata, engine_arguments, engine_environment
-from tapcheck.vllm.protocol import decode, first_line, in_step
+from tapcheck.vllm.liveness import wake_those_waiting_when_it_dies
+from tapcheck.vllm.protocol import decode, engine_errors, first_line, in_step
 from tapcheck.vllm.sampling import captured, one_for_each
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class AsyncVLLMBackend:
         self._config = load_config(model)
         self.metadata = metadata
         self._keys = owner_keys()
+        self._receiver = Receiver()
         self._installed: Plan | None = None
         self._in_flight = 0
         self._idle = asyncio.Event()
@@ -91,6 +94,7 @@ class AsyncVLLMBackend:
             reason = first_line(error)
             raise EngineError(f"vLLM did not start {str(model)!r}: {reason}") from error
         try:
+            wake_those_waiting_when_it_dies(engine.engine_core)
             settings = decode((await _ask(engine, "tapcheck_describe", -1))[0])
             metadata = capture_metadata(str(model), dtype, False, settings)
             return cls(engine, str(model), metadata, max_buffer_bytes)
@@ -156,8 +160,9 @@ class AsyncVLLMBackend:
     async def _generate(self, owner: str, request: Request, params: SamplingParams) -> list[int]:
         prompt = {"prompt_token_ids": list(prompt_to_run(request))}
         tokens: list[int] = []
-        async for output in self._engine.generate(prompt, params, request_id=owner):
-            tokens = list(output.outputs[0].token_ids)
+        with engine_errors():
+            async for output in self._engine.generate(prompt, params, request_id=owner):
+                tokens = list(output.outputs[0].token_ids)
         return tokens
 
     @contextlib.asynccontextmanager
@@ -186,20 +191,25 @@ class AsyncVLLMBackend:
     async def _drain(self, runs: Mapping[str, Request]) -> RowBatch:
         lengths = {owner: run.seen_length for owner, run in runs.items()}
         async with self._drains:
-            return read_batches(await self._call("tapcheck_drain_packed", json.dumps(lengths)))
+            replies = await self._call("tapcheck_drain_packed", json.dumps(lengths))
+            try:
+                return received(replies, self._receiver)
+            except HandoverError:  # other processes, but not of this machine
+                return received(await self._call("tapcheck_resend"), self._receiver)
 
     async def _discard(self, owners: list[str]) -> None:
         with contextlib.suppress(EngineError):  # what led here is what the caller must see
             await self._call("tapcheck_discard", json.dumps(owners))
 
-    async def _call(self, method: str, argument: str) -> list[Any]:
+    async def _call(self, method: str, *arguments: str) -> list[Any]:
         if self._engine is None:
             raise EngineError("this backend was closed: make a new one")
-        return await _ask(self._engine, method, next(self._calls), argument)
+        return await _ask(self._engine, method, next(self._calls), *arguments)
 
     def close(self) -> None:
         """End the engine's processes."""
         engine, self._engine = self._engine, None
+        self._receiver.close()
         if engine is not None:
             engine.shutdown()
 

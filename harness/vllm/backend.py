@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tapcheck.capture import Capture
 from tapcheck.errors import EngineError
+from tapcheck.handover import HandoverError, Receiver
 from tapcheck.models import layer_count, load_config, require_vocabulary
 from tapcheck.request import Request
 from tapcheck.runs import Plan, check_requests, make_plan, owner_keys
@@ -28,6 +29,7 @@ from tapcheck.vllm.engine import (
     release_engine_memory,
     require_tested_vllm,
 )
+from tapcheck.vllm.liveness import wake_those_waiting_when_it_dies
 from tapcheck.vllm.protocol import decode, first_line, in_step
 from tapcheck.vllm.sampling import one_for_each
 from tapcheck.vllm.session import Discard, Session
@@ -94,7 +96,9 @@ class VLLMBackend:
     def _use(
         self, llm: Any, model: str, dtype: str, in_process: bool, max_buffer_bytes: int
     ) -> None:
+        self._receiver = Receiver()
         self._llm = llm
+        wake_those_waiting_when_it_dies(llm.llm_engine.engine_core)
         self._max_buffer_bytes = max_buffer_bytes
         self._calls = itertools.count()
         self._in_process = in_process
@@ -251,8 +255,21 @@ class VLLMBackend:
             decode(reply)
 
     def _drain(self, lengths: Mapping[str, int]) -> RowBatch:
-        method = "tapcheck_drain" if self._by_reference else "tapcheck_drain_packed"
-        return read_batches(self._call(method, json.dumps(lengths)))
+        try:
+            return self._drained(json.dumps(lengths))
+        except BaseException:
+            self._installed = None  # the taps may have failed: the next capture taps anew
+            raise
+
+    def _drained(self, owners: str) -> RowBatch:
+        if self._by_reference:
+            (reply,) = self._call("tapcheck_drain", owners)
+            return merge([decode(reply) if isinstance(reply, str) else reply])
+        replies = self._call("tapcheck_drain_packed", owners)
+        try:
+            return received(replies, self._receiver)
+        except HandoverError:  # other processes, but not of this machine
+            return received(self._call("tapcheck_resend"), self._receiver)
 
     def _discard(self, owners: list[str]) -> None:
         for reply in self._call("tapcheck_discard", json.dumps(owners)):
@@ -272,6 +289,7 @@ class VLLMBackend:
         llm, self._llm = self._llm, None
         if llm is None:
             return
+        self._receiver.close()
         if not self._owns_engine:
             llm.collective_rpc("tapcheck_uninstall", args=(next(self._calls),))
             return
@@ -309,15 +327,13 @@ def sites_of_all(replies: Sequence[str], num_layers: int) -> tuple[Site, ...]:
     return parse_sites(names, num_layers) if names else ()
 
 
-def read_batches(replies: Sequence[RowBatch | bytes | str]) -> RowBatch:
-    """The rows of one drain from every worker's reply; raises what a worker replied instead."""
-    batches: list[RowBatch] = []
-    for reply in replies:
-        if isinstance(reply, str):
-            decode(reply)  # always an error: rows are never text
-        else:
-            batches.append(unpack(reply) if isinstance(reply, bytes) else reply)
-    return merge(batches)
+def received(replies: Sequence[bytes | str], receiver: Receiver) -> RowBatch:
+    """The rows of one drain of workers in other processes; raises what a worker replied instead.
+
+    Raises HandoverError, and takes none, when a worker's memory is out of reach.
+    """
+    sent = [decode(reply) if isinstance(reply, str) else reply for reply in replies]
+    return merge([unpack(drain) for drain in receiver.receive(sent)])
 
 
 def unreachable(error: Exception) -> str:

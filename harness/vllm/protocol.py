@@ -5,8 +5,9 @@ Nothing else crosses the process boundary, so vLLM's insecure serialization is n
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tapcheck import errors
@@ -54,6 +55,18 @@ def in_step(method: str, call: int, replies: Sequence[Any]) -> list[Any]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its class name when it has none."""
+    """The first line of an error's message without its full stop, or else its class name."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+
+
+@contextlib.contextmanager
+def engine_errors() -> Iterator[None]:
+    """Say in an EngineError what failed inside vLLM."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineError(
+            f"the engine failed: {type(error).__name__}: {first_line(error)}. See vLLM's log above "
+            "for the cause. If its process has ended, close this backend and start another"
+        ) from error

@@ -66,8 +66,8 @@ def captured(
     params.output_kind = RequestOutputKind.FINAL_ONLY
     # In an engine that speculates, a preempted request could find its drafts in the cache, when
     # the worker doesn't know yet which of them were accepted.
-    params.skip_reading_prefix_cache = not read_prefix_cache and (
-        speculative or plan.selects_before_the_last(request)
-    )
+    needs_rows = speculative or plan.selects_before_the_last(request)
+    skip = bool(params.skip_reading_prefix_cache)  # prompt logprobs need it too
+    params.skip_reading_prefix_cache = skip or (needs_rows and not read_prefix_cache)
     params.extra_args = {**(params.extra_args or {}), OWNER: owner, FORCED: forced}
     return params

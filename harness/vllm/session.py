@@ -11,7 +11,7 @@ from tapcheck.errors import CaptureError, EngineError
 from tapcheck.request import Request
 from tapcheck.runs import Plan, assemble, finished, prompt_to_run
 from tapcheck.transport import RowBatch
-from tapcheck.vllm.protocol import first_line
+from tapcheck.vllm.protocol import engine_errors
 from tapcheck.vllm.sampling import captured
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Session:
             read_prefix_cache=self._read_prefix_cache,
         )
         prompt = {"type": "token", "prompt_token_ids": list(prompt_to_run(request))}
-        with _engine_errors():
+        with engine_errors():
             self._engine.add_request(owner, prompt, params)
         self._running[owner] = request
         if sampling_params is None:
@@ -100,7 +100,7 @@ class Session:
 
         Raises EngineError when the engine fails, as when its process was killed.
         """
-        with _engine_errors():
+        with engine_errors():
             outputs = self._engine.step()
         ended = []
         for output in outputs:
@@ -121,7 +121,7 @@ class Session:
             raise KeyError(f"no request {request_id!r} is waiting or running")
         del self._running[owner]
         self._exact.pop(owner, None)
-        with _engine_errors():
+        with engine_errors():
             self._engine.abort_request([owner])
         self._discard([owner])
 
@@ -152,15 +152,3 @@ class Session:
 
 def _joined(owner: str) -> int:
     return int(owner.rsplit("/", 1)[1])
-
-
-@contextlib.contextmanager
-def _engine_errors() -> Iterator[None]:
-    """Say in an EngineError what failed inside vLLM."""
-    try:
-        yield
-    except Exception as error:
-        raise EngineError(
-            f"the engine failed: {type(error).__name__}: {first_line(error)}. See vLLM's log above "
-            "for the cause. If its process has ended, close this backend and start another"
-        ) from error

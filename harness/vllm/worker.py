@@ -16,12 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from tapcheck.anatomy import Anatomy, find_anatomy
 from tapcheck.contract import LayerContract, Source, Tensors, observe, solve
 from tapcheck.errors import CaptureError, EngineError
+from tapcheck.handover import Sender
 from tapcheck.layout import StepLayout
 from tapcheck.rowstore import RowStore
 from tapcheck.selectors import parse_selectors
 from tapcheck.sites import Site, parse_sites
 from tapcheck.taps import LOGITS, attach, plan_taps, tappable_sites
-from tapcheck.transport import RowBatch, pack
+from tapcheck.transport import RowBatch, packed_parts
 from tapcheck.vllm.adapters import RunnerAdapter, adapter_for, find_embedding, live_settings
 from tapcheck.vllm.protocol import encode_error, encode_result
 
@@ -37,6 +38,7 @@ class WorkerTaps:
         self._store: RowStore | None = None
         self._handles: list[RemovableHandle] = []
         self._failure: Exception | None = None
+        self.sender = Sender()
 
     @functools.cached_property
     def _readings(self) -> tuple[Anatomy, tuple[LayerContract | None, ...], Source | None]:
@@ -76,6 +78,7 @@ class WorkerTaps:
         for handle in self._handles:
             handle.remove()
         self._handles, self._store = [], None
+        self.sender.release()
 
     def drain(self, owners: dict[str, int]) -> RowBatch:
         """The rows of these owners; raises what went wrong in a hook since the last install."""
@@ -173,9 +176,19 @@ class TapcheckWorkerExtension:
         return self.tapcheck_taps.drain(json.loads(owners))
 
     @_answers
-    def tapcheck_drain_packed(self, owners: str) -> bytes:
-        """The rows of `owners` (JSON: owner to seen length), as packed bytes."""
-        return pack(self.tapcheck_taps.drain(json.loads(owners)))
+    def tapcheck_drain_packed(self, owners: str) -> bytes | str:
+        """The rows of `owners` (JSON: owner to seen length): for another process.
+
+        As packed bytes or, as JSON, the handle of the shared memory that holds them.
+        """
+        batch = self.tapcheck_taps.drain(json.loads(owners))
+        sent = self.tapcheck_taps.sender.send(packed_parts(batch))
+        return sent if isinstance(sent, bytes) else encode_result(sent)
+
+    @_answers
+    def tapcheck_resend(self) -> bytes:
+        """The packed bytes of the last drain, for a client that can't reach shared memory."""
+        return self.tapcheck_taps.sender.resend()
 
     @_answers
     def tapcheck_discard(self, owners: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -16,6 +17,9 @@ from tapcheck.errors import CaptureError, EngineError, SelectorError
 from tapcheck.fixtures.pool import EnginePool
 from tapcheck.request import Request
 from tapcheck.vllm.async_backend import AsyncVLLMBackend
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
 
@@ -178,12 +182,13 @@ def test_a_failing_request_ends_those_beside_it_before_other_taps_are_installed(
     generate = backend._generate
     cancelled: list[str] = []
 
-    async def second_fails(owner: str, request: Request, max_new_tokens: int) -> list[int]:
+    async def second_fails(owner: str, request: Request, params: SamplingParams) -> list[int]:
         if request.id == "r1":
-            await generate(owner, request, 3)  # by then the one beside it runs too
+            params.max_tokens = 3
+            await generate(owner, request, params)  # by then the one beside it runs too
             raise RuntimeError("the second request broke")
         try:
-            return await generate(owner, request, max_new_tokens)
+            return await generate(owner, request, params)
         except asyncio.CancelledError:
             cancelled.append(request.id)
             raise
@@ -229,7 +234,7 @@ def test_taps_that_another_client_removed_are_installed_anew_after_the_error(
         return await backend.capture(SIXTEEN[:1], LAYERS, max_new_tokens=2)
 
     expected = loop.run_until_complete(capture())
-    loop.run_until_complete(backend._engine.collective_rpc("tapcheck_uninstall"))
+    loop.run_until_complete(backend._engine.collective_rpc("tapcheck_uninstall", args=(0,)))
     with pytest.raises(CaptureError):
         loop.run_until_complete(capture())
     assert loop.run_until_complete(capture()) == expected
@@ -253,3 +258,25 @@ def test_an_error_at_request_end_is_the_callers_and_leaves_the_engine_usable(
         len(loop.run_until_complete(backend.capture(SIXTEEN[:1], LAYERS, max_new_tokens=2)))
         == 4 * 4
     )
+
+
+def test_a_killed_engine_core_fails_every_capture_in_flight(
+    loop: asyncio.AbstractEventLoop, backend: AsyncVLLMBackend
+) -> None:
+    """The last test of this module: no engine is left after it."""
+
+    async def killed_midway() -> list[Capture | BaseException]:
+        captures = [
+            asyncio.ensure_future(backend.capture([request], LAYERS, max_new_tokens=900))
+            for request in SIXTEEN[:4]
+        ]
+        await asyncio.sleep(0.3)
+        processes = psutil.Process().children()
+        next(p for p in processes if "EngineCore" in _command(p)).kill()
+        return await asyncio.gather(*captures, return_exceptions=True)
+
+    for error in loop.run_until_complete(killed_midway()):
+        assert isinstance(error, EngineError)
+        assert "start another" in str(error)
+    with pytest.raises(EngineError, match="its process has ended"):
+        loop.run_until_complete(backend.capture(SIXTEEN[:1], LAYERS))

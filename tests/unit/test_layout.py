@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schedules import CPU, Schedule, schedules
 
 from tapcheck.errors import CaptureError
-from tapcheck.layout import SITUATIONS, Account, Segment, StepLayout
+from tapcheck.layout import SITUATIONS, Account, Progress, Segment, StepLayout
 from tapcheck.rowstore import RowStore
 
 
@@ -99,6 +99,34 @@ def test_the_schedules_reach_every_situation(name: str) -> None:
 
     looking = settings(derandomize=True, database=None, phases=[Phase.generate], max_examples=500)
     assert arises(find(schedules(), arises, settings=looking))
+
+
+def account(seen: int, *segments: Segment) -> Account:
+    """Of a request with these segments, alone in each pass."""
+    progress = Progress()
+    for segment in segments:
+        progress.advance(segment, shared=False, mixed=False, padded=False)
+    return progress.close(seen)
+
+
+def test_a_cached_position_counts_as_recomputed_only_once_a_pass_has_computed_it() -> None:
+    cached = Segment("1", 4, 2, 8)
+    anew = Segment("1", 0, 6, 8, resumed=True)
+    assert account(8, cached).cached == ((0, 4),)
+    assert account(8, cached, anew).cached == ()
+    for times, recomputed in ((1, 2), (2, 8), (3, 14)):
+        assert account(8, cached, *[anew] * times).situations.recomputed_rows == recomputed
+
+
+def test_an_engine_that_goes_back_by_itself_is_no_preemption() -> None:
+    counted = account(4, Segment("1", 0, 4, 4), Segment("1", 2, 2, 4)).situations
+    assert (counted.preemptions, counted.recomputed_rows) == (0, 2)
+
+
+def test_what_is_cached_beyond_the_end_is_not_the_request_s() -> None:
+    beyond = Segment("1", 6, 1, 2, resumed=True)
+    assert account(4, Segment("1", 0, 3, 2), beyond).cached == ((3, 4),)
+    assert account(3, Segment("1", 0, 3, 2), beyond).cached == ()
 
 
 def test_a_request_that_no_pass_ran_has_an_empty_account() -> None:
