@@ -6,12 +6,12 @@ Pure Python: a runner adapter fills it from its engine's scheduler, and everythi
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from tapcheck.errors import CaptureError
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """The rows of one request in one forward pass.
 
     owner: the key under which the caller captures this request, None for a request that nobody
@@ -34,6 +34,14 @@ class Segment:
     def prefills(self) -> bool:
         """Whether its first row is of a token that was given, and not of a generated one."""
         return self.start < self.prompt_length + self.forced
+
+
+class PassKind(NamedTuple):
+    """What a forward pass is like: see `Situations`."""
+
+    shared: bool
+    mixed: bool
+    padded: bool
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,16 @@ class StepLayout:
     def scheduled_rows(self) -> int:
         """Rows that belong to a request; the rest are padding."""
         return sum(segment.rows for segment in self.segments)
+
+    @property
+    def kind(self) -> PassKind:
+        """Whether requests share the pass, prefill beside decoding ones, and leave padding."""
+        prefills = [segment.prefills for segment in self.segments if segment.rows]
+        return PassKind(
+            shared=len(prefills) > 1,
+            mixed=any(prefills) and not all(prefills),
+            padded=self.scheduled_rows < self.total_rows,
+        )
 
 
 @dataclass(frozen=True)
@@ -123,14 +141,26 @@ class Progress:
         self._skipped: list[tuple[int, int]] = []  # below it, what no pass has ever computed
         self._cached: list[tuple[int, int]] = []
         self._counts = dict.fromkeys(SITUATIONS, 0)
+        self._passes: dict[PassKind, int] = {}
 
-    def advance(self, segment: Segment, *, shared: bool, mixed: bool, padded: bool) -> int:
+    def advance(self, segment: Segment, kind: PassKind) -> int:
         """Take in the segment; returns the position from which earlier rows are void.
 
         What lies at or beyond the segment's start is computed anew. After a preemption the drafts
         that were undecided stay so: their rows are void, whatever the start.
         """
-        counts, start, end = self._counts, segment.start, segment.start + segment.rows
+        start, end = segment.start, segment.start + segment.rows
+        self._passes[kind] = self._passes.get(kind, 0) + 1
+        if end < segment.prompt_length + segment.forced:
+            self._counts["unfinished_prefills"] += 1
+        if start == self.end >= self._highest and not self.drafts and not segment.resumed:
+            self.end, self.drafts = end, segment.drafts  # as nearly always: it goes on
+            return start
+        return self._go_on_elsewhere(segment, end)
+
+    def _go_on_elsewhere(self, segment: Segment, end: int) -> int:
+        """Advance when drafts were undecided, or the segment isn't where the last one ended."""
+        counts, start = self._counts, segment.start
         decided = self.end - self.drafts
         if segment.resumed or start < decided:
             counts["preemptions"] += segment.resumed
@@ -147,11 +177,6 @@ class Progress:
         if start < self._highest:
             counts["recomputed_rows"] += self._recompute(start, min(end, self._highest))
         self.end, self.drafts = end, segment.drafts
-        counts["forward_passes"] += 1
-        counts["shared_passes"] += shared
-        counts["mixed_passes"] += mixed
-        counts["padded_passes"] += padded
-        counts["unfinished_prefills"] += end < segment.prompt_length + segment.forced
         return min(start, decided) if segment.resumed else start
 
     def _jump(self, start: int) -> None:
@@ -176,6 +201,10 @@ class Progress:
         counts["accepted_drafts"] += accepted
         counts["rejected_drafts"] += self.drafts - accepted
         counts["unseen_rows"] += max(decided - seen_length, 0)
+        counts["forward_passes"] = sum(self._passes.values())
+        for name in PassKind._fields:
+            passes = sum(n for kind, n in self._passes.items() if getattr(kind, name))
+            counts[f"{name}_passes"] = passes
         cached = tuple((a, min(b, seen_length)) for a, b in self._cached if a < seen_length)
         counts["cached_positions"] = sum(b - a for a, b in cached)
         return Account(Situations(**counts), cached)

@@ -18,8 +18,8 @@ import torch
 
 from tapcheck.capture import Columns, IntArray
 from tapcheck.errors import CaptureError
-from tapcheck.layout import Account, Progress, Segment, StepLayout
-from tapcheck.selectors import Selector, candidates
+from tapcheck.layout import Account, PassKind, Progress, Segment, StepLayout
+from tapcheck.selectors import Selector, reaches, within
 from tapcheck.sites import Site
 from tapcheck.transport import RowBatch
 
@@ -52,9 +52,10 @@ class _Held(NamedTuple):
 class _Owner:
     """What is held of one request: positions ascend from one `_Held` to the next."""
 
-    __slots__ = ("held", "progress")
+    __slots__ = ("held", "progress", "reaches")
 
-    def __init__(self) -> None:
+    def __init__(self, reaches: Sequence[range]) -> None:
+        self.reaches = reaches
         self.progress = Progress()
         self.held: list[_Held] = []
 
@@ -98,18 +99,12 @@ class RowStore:
         """Select this step's rows; without any, the step stays closed and nothing is kept."""
         self._chunk = None
         chunk = _Chunk(layout.step, time.monotonic_ns(), time.time_ns())
-        busy = [segment for segment in layout.segments if segment.rows]
-        prefills = sum(segment.prefills for segment in busy)
-        situation = {
-            "shared": len(busy) > 1,
-            "mixed": 0 < prefills < len(busy),
-            "padded": layout.scheduled_rows < layout.total_rows,
-        }
+        kind = layout.kind
         picked: list[tuple[int, Sequence[int]]] = []
         row = 0
-        for segment in busy:
-            if segment.owner is not None and segment.owner not in self._ended:
-                positions = self._advance(segment.owner, segment, situation, chunk)
+        for segment in layout.segments:
+            if segment.owner is not None and segment.rows and segment.owner not in self._ended:
+                positions = self._advance(segment.owner, segment, kind, chunk)
                 if positions:
                     picked.append((row - segment.start, positions))
             row += segment.rows
@@ -117,18 +112,16 @@ class RowStore:
             self._selection = _selection(picked, chunk.rows, layout.total_rows, device)
             self._chunk = chunk
 
-    def _advance(
-        self, key: str, segment: Segment, situation: Mapping[str, bool], chunk: _Chunk
-    ) -> Sequence[int]:
+    def _advance(self, key: str, segment: Segment, kind: PassKind, chunk: _Chunk) -> Sequence[int]:
         """Drop what this segment makes void; returns the positions whose rows are to be kept."""
         owner = self._owners.get(key)
         if owner is None:
-            owner = self._owners[key] = _Owner()
+            owner = self._owners[key] = _Owner(reaches(self.selectors, segment.prompt_length))
         end = owner.progress.end
-        void_from = owner.progress.advance(segment, **situation)
+        void_from = owner.progress.advance(segment, kind)
         if void_from < end:
             self._void(owner, void_from)
-        positions = candidates(self.selectors, segment.start, segment.rows, segment.prompt_length)
+        positions = within(owner.reaches, segment.start, segment.rows)
         if positions:
             owner.held.append(_Held(chunk, chunk.rows, positions))
             chunk.rows += len(positions)
@@ -208,7 +201,9 @@ class RowStore:
             owner = self._end(key)
             accounts.append(owner.progress.close(seen))
             for chunk, first, positions in owner.held:
-                due = positions[: bisect_left(positions, seen)]
+                due = (
+                    positions if positions[-1] < seen else positions[: bisect_left(positions, seen)]
+                )
                 if due:
                     parts.setdefault(chunk, []).append((number, first, due))
         for entries in parts.values():
@@ -241,7 +236,7 @@ class RowStore:
         self._ended[key] = None
         if len(self._ended) > _ENDED_REMEMBERED:
             del self._ended[next(iter(self._ended))]
-        owner = self._owners.pop(key, None) or _Owner()
+        owner = self._owners.pop(key, None) or _Owner(())
         for chunk, _, positions in owner.held:
             self._release(chunk, len(positions))
         return owner
@@ -280,15 +275,14 @@ def _selection(
 
 def _columns(parts: Mapping[_Chunk, Sequence[tuple[int, int, Sequence[int]]]]) -> Columns:
     """The columns of the entries of every chunk, one chunk after the other."""
-    entries = [
-        (number, chunk.step, chunk.monotonic_ns, chunk.unix_ns)
-        for chunk, chunk_entries in parts.items()
-        for number, _, _ in chunk_entries
-    ]
-    positions = [due for chunk_entries in parts.values() for _, _, due in chunk_entries]
-    counts = [len(due) for due in positions]
-    table = np.array(entries, np.int64).reshape(-1, 4)
-    request, step, monotonic_ns, unix_ns = np.repeat(table, counts, axis=0).T.copy()
+    counts = [len(due) for entries in parts.values() for _, _, due in entries]
+    number = [number for entries in parts.values() for number, _, _ in entries]
+    stamps = [(chunk.step, chunk.monotonic_ns, chunk.unix_ns) for chunk in parts]
+    rows = [sum(len(due) for _, _, due in entries) for entries in parts.values()]
+    table = np.repeat(np.array(stamps, np.int64).reshape(-1, 3), rows, axis=0)
+    step, monotonic_ns, unix_ns = table.T.copy()
+    request = np.repeat(np.array(number, np.int64), counts)
+    positions = (due for entries in parts.values() for _, _, due in entries)
     position = np.fromiter(chain.from_iterable(positions), np.int64, sum(counts))
     return Columns(request, position, step, monotonic_ns, unix_ns)
 

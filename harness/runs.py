@@ -15,7 +15,14 @@ from tapcheck.capture import Capture, IntArray, SiteRows
 from tapcheck.errors import CaptureError
 from tapcheck.layout import Account
 from tapcheck.request import Request
-from tapcheck.selectors import Selector, candidates, format_selector, parse_selectors, resolve
+from tapcheck.selectors import (
+    Selector,
+    format_selector,
+    parse_selectors,
+    reaches,
+    resolve,
+    within,
+)
 from tapcheck.sites import Site, parse_sites
 from tapcheck.transport import RowBatch
 
@@ -43,7 +50,7 @@ class Plan:
     def selects_before_the_last(self, request: Request) -> bool:
         """Whether it may select a position that a prefix cache can hold: all but the last given."""
         given = len(prompt_to_run(request)) - 1
-        return bool(candidates(self.selectors, 0, given, request.prompt_length))
+        return bool(within(reaches(self.selectors, request.prompt_length), 0, given))
 
     @property
     def select(self) -> list[str]:
@@ -179,13 +186,12 @@ def _due(
     cached: Sequence[Sequence[tuple[int, int]]],
 ) -> tuple[IntArray, IntArray]:
     """Request and position of every row due: selected, and not in a cached range."""
-    positions = [
-        np.array(
-            [at for at in resolve(selectors, run) if not any(a <= at < b for a, b in ranges)],
-            np.int64,
-        )
-        for run, ranges in zip(requests, cached, strict=True)
-    ]
+    positions = []
+    for run, ranges in zip(requests, cached, strict=True):
+        position = np.array(resolve(selectors, run), np.int64)
+        for start, stop in ranges:
+            position = position[(position < start) | (position >= stop)]
+        positions.append(position)
     counts = [len(position) for position in positions]
     return np.repeat(np.arange(len(requests)), counts), np.concatenate(positions)
 

@@ -18,7 +18,6 @@ stride picks before an offset shifts: `generated[*]+1/4` shifts every fourth gen
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -173,22 +172,27 @@ def resolve(selectors: Iterable[Selector], request: Request) -> list[int]:
     return sorted(positions)
 
 
-def candidates(
-    selectors: tuple[Selector, ...], start: int, count: int, prompt_length: int
-) -> Sequence[int]:
-    """Which of the `count` positions from `start` on may be selected, in ascending order.
+def reaches(selectors: Iterable[Selector], prompt_length: int) -> tuple[range, ...]:
+    """The positions that each selector may select, at one final length or another.
 
-    Those at which the request could still grow to a length at which a selector selects them:
-    these rows are kept until the request ends and `resolve` decides.
+    Rows at these positions are kept until the request ends and `resolve` decides. Where the end is
+    open the range goes far beyond any sequence.
     """
-    reaches = _reaches(selectors, prompt_length)
+    return tuple(_reach(selector, prompt_length) for selector in selectors)
+
+
+def within(ranges: Sequence[range], start: int, count: int) -> Sequence[int]:
+    """Which of the `count` positions from `start` on are in one of the ranges, ascending."""
     if count == 1:  # a decoding request's only row
-        return (start,) if any(start in reach for reach in reaches) else ()
-    within = [part for reach in reaches if (part := _clipped(reach, start, start + count))]
-    if len(within) <= 1:
-        return within[0] if within else ()
-    widest = max(within, key=len)
-    return widest if len(widest) == count else sorted(set().union(*within))
+        for reach in ranges:
+            if start in reach:
+                return (start,)
+        return ()
+    parts = [part for reach in ranges if (part := _clipped(reach, start, start + count))]
+    if len(parts) <= 1:
+        return parts[0] if parts else ()
+    widest = max(parts, key=len)
+    return widest if len(widest) == count else sorted(set().union(*parts))
 
 
 def _as_text(text: int | str) -> str:
@@ -283,11 +287,6 @@ def _resolve_one(selector: Selector, index: int, request: Request) -> list[int]:
             "forward pass never sees; generated[-1:] selects the last one that it does see"
         )
     return [position] if 0 <= position < seen else []
-
-
-@functools.lru_cache(maxsize=4096)
-def _reaches(selectors: tuple[Selector, ...], prompt_length: int) -> tuple[range, ...]:
-    return tuple(_reach(selector, prompt_length) for selector in selectors)
 
 
 def _clipped(reach: range, start: int, stop: int) -> range:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from tapcheck.capture import COLUMN_NAMES, VALUE_DTYPES, Capture, Columns, SiteRows
 from tapcheck.layout import SITUATIONS, Account, Situations
 from tapcheck.request import Request
-from tapcheck.selectors import Selector
+from tapcheck.selectors import Selector, reaches, within
 from tapcheck.sites import Site, all_sites
 from tapcheck.transport import RowBatch
 
@@ -105,3 +107,10 @@ def row_batches(draw: st.DrawFn) -> RowBatch:
     }
     of_whom = tuple(draw(accounts) for _ in keys)
     return RowBatch(tuple(keys), draw(columns_at(pairs)), tensors, of_whom)
+
+
+def candidates(
+    chosen: Iterable[Selector], start: int, count: int, prompt_length: int
+) -> Sequence[int]:
+    """Which of the `count` positions from `start` on a row store keeps under these selectors."""
+    return within(reaches(chosen, prompt_length), start, count)

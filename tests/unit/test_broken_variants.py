@@ -20,7 +20,7 @@ import torch
 
 from tapcheck import interleave, rowstore, runs, selectors, transport
 from tapcheck.errors import TapcheckError
-from tapcheck.layout import Account, Progress, Segment, StepLayout
+from tapcheck.layout import Account, PassKind, Progress, Segment, StepLayout
 from tapcheck.request import Request
 from tapcheck.rowstore import RowStore
 
@@ -71,15 +71,15 @@ def with_segments(change: Callable[[Segment], Segment]) -> Callable[..., None]:
 def swapped_owners(store: RowStore, at: StepLayout, device: torch.device) -> None:
     owners = [segment.owner for segment in reversed(at.segments)]
     pairs = zip(at.segments, owners, strict=True)
-    BEGIN_STEP(store, replace(at, segments=tuple(replace(s, owner=o) for s, o in pairs)), device)
+    BEGIN_STEP(store, replace(at, segments=tuple(s._replace(owner=o) for s, o in pairs)), device)
 
 
 def voids_nothing(which: Callable[[Segment], bool]) -> Callable[..., int]:
     """An `advance` after which, for such segments, every earlier row stays."""
 
-    def broken(progress: Progress, segment: Segment, **situation: bool) -> int:
+    def broken(progress: Progress, segment: Segment, kind: PassKind) -> int:
         end = progress.end
-        void_from: int = ADVANCE(progress, segment, **situation)
+        void_from: int = ADVANCE(progress, segment, kind)
         return end if which(segment) else void_from
 
     return broken
@@ -114,14 +114,14 @@ def numpy_with(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(np), **changes})
 
 
-def all_but_the_last(chosen: Any, start: int, count: int, prompt_length: int) -> Any:
-    return CANDIDATES(chosen, start, max(count - 1, 1), prompt_length)
+def all_but_the_last(ranges: Any, start: int, count: int) -> Any:
+    return WITHIN(ranges, start, max(count - 1, 1))
 
 
 def reaches_with(**changes: int) -> Callable[..., Any]:
-    """A `_reaches` that reads each selector otherwise."""
+    """A `_reach` that reads each selector otherwise."""
     reach = selectors._reach
-    return lambda chosen, length: tuple(reach(replace(one, **changes), length) for one in chosen)
+    return lambda one, length: reach(replace(one, **changes), length)
 
 
 def one_token_longer(request: Request) -> Request:
@@ -163,7 +163,7 @@ def backwards(columns: Any) -> Any:
 
 BEGIN_STEP, END = RowStore.begin_step, RowStore._end
 VOID, INIT = RowStore._void, RowStore.__init__
-ADVANCE, CANDIDATES = Progress.advance, selectors.candidates
+ADVANCE, WITHIN = Progress.advance, selectors.within
 PACK, UNPACK, MERGE = transport.pack, transport.unpack, transport.merge
 ASSEMBLE, DUE = runs.assemble, runs._due
 ROUND_ROBIN, BY_REQUEST = interleave.round_robin, interleave.by_request
@@ -172,21 +172,21 @@ FORMAT, RESOLVE_MANY = selectors.format_selector, selectors._resolve_many
 BROKEN = [
     Broken(
         "positions off by one",
-        DELIVERED, RowStore, "begin_step", with_segments(lambda s: replace(s, start=s.start + 1)),
+        DELIVERED, RowStore, "begin_step", with_segments(lambda s: s._replace(start=s.start + 1)),
     ),
     Broken("owners swapped", DELIVERED, RowStore, "begin_step", swapped_owners),
     Broken(
         "forced tokens counted as prompt",
         DELIVERED, RowStore, "begin_step",
-        with_segments(lambda s: replace(s, prompt_length=s.prompt_length + s.forced, forced=0)),
+        with_segments(lambda s: s._replace(prompt_length=s.prompt_length + s.forced, forced=0)),
     ),
     Broken(
         "forced tokens not counted as given",
-        COUNTED, RowStore, "begin_step", with_segments(lambda s: replace(s, forced=0)),
+        COUNTED, RowStore, "begin_step", with_segments(lambda s: s._replace(forced=0)),
     ),
     Broken("padding taken", DELIVERED, rowstore, "_selection", last_rows),
     Broken("rows kept by reference", DELIVERED, RowStore, "put", put_by_reference),
-    Broken("last row of a segment lost", DELIVERED, rowstore, "candidates", all_but_the_last),
+    Broken("last row of a segment lost", DELIVERED, rowstore, "within", all_but_the_last),
     Broken(
         "rejected drafts kept",
         DELIVERED, Progress, "advance", voids_nothing(lambda s: not s.resumed),
@@ -198,7 +198,7 @@ BROKEN = [
     Broken(
         "undecided drafts kept after a resume",
         DELIVERED, Progress, "advance",
-        lambda progress, s, **at: max(ADVANCE(progress, s, **at), s.start),
+        lambda progress, s, kind: max(ADVANCE(progress, s, kind), s.start),
     ),
     Broken(
         "one void row kept",
@@ -228,8 +228,8 @@ BROKEN = [
         "cached positions counted as recomputed",
         COUNTED, Progress, "_recompute", lambda progress, start, stop: stop - start,
     ),
-    Broken("stride ignored", REACHED, selectors, "_reaches", reaches_with(stride=1)),
-    Broken("offset ignored", KEPT, selectors, "_reaches", reaches_with(offset=0)),
+    Broken("stride ignored", REACHED, selectors, "_reach", reaches_with(stride=1)),
+    Broken("offset ignored", KEPT, selectors, "_reach", reaches_with(offset=0)),
     Broken(
         "last generated token taken for seen",
         RESOLVED, selectors, "_resolve_many",

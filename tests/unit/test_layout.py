@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schedules import CPU, Schedule, schedules
 
 from tapcheck.errors import CaptureError
-from tapcheck.layout import SITUATIONS, Account, Progress, Segment, StepLayout
+from tapcheck.layout import SITUATIONS, Account, PassKind, Progress, Segment, StepLayout
 from tapcheck.rowstore import RowStore
 
 
@@ -105,7 +105,7 @@ def account(seen: int, *segments: Segment) -> Account:
     """Of a request with these segments, alone in each pass."""
     progress = Progress()
     for segment in segments:
-        progress.advance(segment, shared=False, mixed=False, padded=False)
+        progress.advance(segment, PassKind(shared=False, mixed=False, padded=False))
     return progress.close(seen)
 
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from schedules import CPU, ROW_BYTES, SITES, Schedule, bits, forward, read_bits, schedules
-from strategies import selectors
+from strategies import candidates, selectors
 
 from tapcheck.errors import CaptureError, SelectorError
 from tapcheck.layout import Segment, StepLayout
 from tapcheck.rowstore import RowStore
-from tapcheck.selectors import Selector, candidates, parse_selectors, resolve
+from tapcheck.selectors import Selector, parse_selectors, resolve
 from tapcheck.transport import RowBatch
 
 ALL = parse_selectors(["all"])

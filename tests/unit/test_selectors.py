@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import requests, selectors
+from strategies import candidates, requests, selectors
 
 from tapcheck.errors import SelectorError
 from tapcheck.request import Request
 from tapcheck.selectors import (
     ACCEPTED_FORMS,
     Selector,
-    candidates,
     format_selector,
     parse_selector,
     parse_selectors,
