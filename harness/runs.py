@@ -6,14 +6,14 @@ import itertools
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tapcheck.capture import Capture, IntArray, SiteRows
 from tapcheck.errors import CaptureError
-from tapcheck.layout import Account
+from tapcheck.layout import SITUATIONS, Account
 from tapcheck.request import Request
 from tapcheck.selectors import (
     Selector,
@@ -174,7 +174,10 @@ def assemble(
     if not in_place:
         rows = {site: delivered.take(at) for site, delivered in rows.items()}
     told = {
-        "situations": {r.id: asdict(a.situations) for r, a in zip(requests, mine, strict=True)},
+        "situations": {
+            run.id: {name: getattr(account.situations, name) for name in SITUATIONS}
+            for run, account in zip(requests, mine, strict=True)
+        },
         "cached": {r.id: ranges for r, ranges in zip(requests, cached, strict=True) if ranges},
     }
     return Capture(requests, rows, {**metadata, **told})

@@ -281,9 +281,14 @@ def _row(keys: Sequence[str], columns: Columns, index: int) -> str:
 
 def _check_same_rows(keys: Sequence[str], one: Columns, other: Columns) -> None:
     """Raise CaptureError unless both have the same rows, taken in the same steps."""
-    pairs = [set(zip(c.request.tolist(), c.position.tolist(), strict=True)) for c in (one, other)]
-    lonely = sorted(pairs[0] ^ pairs[1])
-    if lonely:
+    same = np.array_equal(one.request, other.request) and np.array_equal(
+        one.position, other.position
+    )
+    if not same:
+        pairs = [
+            set(zip(c.request.tolist(), c.position.tolist(), strict=True)) for c in (one, other)
+        ]
+        lonely = sorted(pairs[0] ^ pairs[1])
         request, position = lonely[0]
         raise CaptureError(
             f"request {keys[request]!r}, position {position}: one worker has the row and another "

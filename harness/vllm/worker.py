@@ -78,7 +78,6 @@ class WorkerTaps:
         for handle in self._handles:
             handle.remove()
         self._handles, self._store = [], None
-        self.sender.release()
 
     def drain(self, owners: dict[str, int]) -> RowBatch:
         """The rows of these owners; raises what went wrong in a hook since the last install."""
