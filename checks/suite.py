@@ -77,7 +77,8 @@ def run_job(job: Job) -> Finding:
         actual = engine.capture(requests, sites, max_new_tokens=NEW_TOKENS)
     expected = reference.capture(actual.requests, sites)
     results = tuple(judge_engine(job, requests, actual, expected))
-    return Finding(results, (_engine_settings(job, actual),), count_situations(actual))
+    situations = count_situations(actual) | actual.situations
+    return Finding(results, (_engine_settings(job, actual),), situations)
 
 
 @functools.lru_cache(maxsize=1)

@@ -11,6 +11,8 @@ import pytest
 
 from tapcheck.capture import Capture
 from tapcheck.checks import assert_captures_match
+from tapcheck.checks.metamorphic import same_on_both
+from tapcheck.compatibility.verdict import status
 from tapcheck.errors import EngineError
 from tapcheck.fixtures.pool import EnginePool
 from tapcheck.request import Request
@@ -46,6 +48,13 @@ def delivered(monkeypatch: pytest.MonkeyPatch) -> list[list[RowBatch]]:
     return drains
 
 
+@pytest.fixture(scope="module")
+def two_ranks_capture(engine_pool: EnginePool, llama: Path) -> Capture:
+    """Everything, captured while the first test has its engine: the last one has another."""
+    engine = engine_pool.acquire(llama, tensor_parallel_size=2, **LIMITS)
+    return engine.capture(REQUESTS, all_sites(4), max_new_tokens=4)
+
+
 @pytest.fixture
 def two_ranks(engine_pool: EnginePool, llama: Path) -> VLLMBackend:
     return engine_pool.acquire(llama, tensor_parallel_size=2, **LIMITS)
@@ -66,6 +75,7 @@ def two_stages(engine_pool: EnginePool, tied: Path) -> VLLMBackend:
     return engine_pool.acquire(tied, pipeline_parallel_size=2, **LIMITS)
 
 
+@pytest.mark.usefixtures("two_ranks_capture")
 def test_both_ranks_bring_the_same_rows_which_are_delivered_once(
     two_ranks: VLLMBackend,
     hf_capture: Callable[..., Capture],
@@ -114,3 +124,14 @@ def test_sites_of_one_stage_alone(
         actual = two_stages.capture(REQUESTS, sites, ["generated[*]"], max_new_tokens=4)
         expected = hf_capture(tied, actual.requests, sites=sites, select=["generated[*]"])
         assert_captures_match(actual, expected, rtol=1e-5)
+
+
+def test_two_ranks_capture_what_one_does(
+    engine_pool: EnginePool,
+    two_ranks_capture: Capture,
+    llama: Path,
+) -> None:
+    one = engine_pool.acquire(llama, **LIMITS).capture(REQUESTS, all_sites(4), max_new_tokens=4)
+    result = same_on_both(one, two_ranks_capture, rtol=1e-5)
+    assert status(result) == "pass", result.reason
+    assert "tensor_parallel_size" in result.reason

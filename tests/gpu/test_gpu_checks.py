@@ -26,3 +26,12 @@ def test_every_check_passes_on_cuda(
         result.name: "pass" for result in results
     }
     assert len(results) == 3
+
+
+def test_every_metamorphic_check_passes_on_cuda(model_zoo: Callable[[str], Path]) -> None:
+    job = Job("tiny-llama", str(model_zoo("llama")), "float32", "cuda", "in_process", None, True)
+    results = run_job(job).results
+    assert {result.name: status(result) for result in results} == {
+        result.name: "pass" for result in results
+    }
+    assert len(results) == 5
