@@ -152,7 +152,7 @@ class HFBackend:
                     done[index] = request
         runs = {str(index): done[index] for index in range(len(requests))}
         lengths = {owner: run.seen_length for owner, run in runs.items()}
-        return assemble(runs, plan, store.drain(lengths), self._metadata(plan, max_new_tokens))
+        return assemble(runs, plan, store.drain(lengths), self._metadata(plan))
 
     def _taps(self, plan: Plan) -> dict[Site, Source]:
         taps = plan_taps(plan.sites, *self._readings)
@@ -166,14 +166,13 @@ class HFBackend:
             for start in range(0, len(group), self._batch_size):
                 yield group[start : start + self._batch_size]
 
-    def _metadata(self, plan: Plan, max_new_tokens: int) -> dict[str, Any]:
+    def _metadata(self, plan: Plan) -> dict[str, Any]:
         return {
             "backend": "hf",
             "mode": "hook",
             "model": self._model_name,
             "dtype": self._dtype,
             "select": plan.select,
-            "max_new_tokens": max_new_tokens,
             "engine": {
                 "architecture": type(self._model).__name__,
                 "attention_implementation": str(self._model.config._attn_implementation),

@@ -25,14 +25,14 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
 from rich.console import Console
 from soak_scenarios import Arrival, Scenario, draw_prefixes, draw_scenario, draw_settings
 
-from tapcheck.capture import Capture, IntArray
+from tapcheck.capture import Capture
 from tapcheck.errors import TapcheckError
 from tapcheck.fixtures.zoo import build_tiny_model
 from tapcheck.hf import HFBackend
@@ -250,7 +250,7 @@ class Judge:
         number = np.array([numbers[name] for name in names], np.int64)
         for site, rows in capture.rows.items():
             owner, position = number[rows.columns.request], rows.columns.position
-            exists: IntArray = (position >= 0) & (position < self._lengths[owner])
+            exists = (position >= 0) & (position < self._lengths[owner])
             at = self._first[owner] + np.where(exists, position, 0)
             wanted = self._truth[site].values[at]
             error = (rows.values - wanted).norm(dim=1) / wanted.norm(dim=1)

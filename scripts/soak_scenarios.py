@@ -71,8 +71,8 @@ def draw_settings(rng: random.Random) -> dict[str, Any]:
         "block_size": 32,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_batched_tokens": chunk,
-        "max_num_seqs": rng.randint(1, min(chunk, 12)),
-        "num_gpu_blocks_override": rng.choice((9, 10, 12, 16, 24, 64)),
+        "max_num_seqs": min(chunk, rng.choice((1, 3, 6, 12, 12))),
+        "num_gpu_blocks_override": rng.choice((9, 9, 9, 10, 12, 64)),
     }
     if rng.random() < 0.5:
         settings["speculative_config"] = {
@@ -116,7 +116,7 @@ def draw_arrival(rng: random.Random, prefixes: Sequence[Tokens]) -> Arrival:
         new_tokens=rng.randint(1, 60),
         stops=tuple(rng.sample(range(VOCABULARY), 25)) if stops and not forced else (),
         steps_before=rng.choice((0, 0, 0, rng.randint(1, 8), rng.randint(1, 40))),
-        abort_after=rng.choice((0, 1, 2, rng.randint(3, 40))) if rng.random() < 0.2 else NEVER,
+        abort_after=rng.choice((0, 1, 2, rng.randint(3, 40))) if rng.random() < 0.25 else NEVER,
     )
 
 

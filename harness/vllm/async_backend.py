@@ -121,10 +121,11 @@ class AsyncVLLMBackend:
 
         Request ids need to be unique within one call only.
         """
-        check_requests(requests, max_new_tokens, self.metadata["engine"]["max_model_len"])
+        least = max_new_tokens if sampling_params is None else 1
+        check_requests(requests, least, self.metadata["engine"]["max_model_len"])
         require_vocabulary(self._model, self._config, requests)
         plan = make_plan(sites, select, self.num_layers)
-        metadata = {**self.metadata, "select": plan.select, "max_new_tokens": max_new_tokens}
+        metadata = {**self.metadata, "select": plan.select}
         owners = {next(self._keys): request for request in requests}
         each = one_for_each(sampling_params, requests)
         params = [

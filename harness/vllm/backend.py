@@ -7,7 +7,6 @@ import itertools
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -141,15 +140,14 @@ class VLLMBackend:
         positions under `metadata["cached"]`. Raises CaptureError rather than return a capture
         with a gap.
         """
-        self._check(requests, max_new_tokens)
+        self._check(requests, max_new_tokens if sampling_params is None else 1)
         each = one_for_each(sampling_params, requests)
         with self.session(sites, select, read_prefix_cache=read_prefix_cache) as session:
             for request, params in zip(requests, each, strict=True):
                 session.add_request(request, params, max_new_tokens=max_new_tokens)
             while session.unfinished:
                 session.step()
-            capture = session.collect()
-        return replace(capture, metadata={**capture.metadata, "max_new_tokens": max_new_tokens})
+            return session.collect()
 
     @contextlib.contextmanager
     def session(
@@ -183,7 +181,7 @@ class VLLMBackend:
         Returns vLLM's outputs, by the caller's ids and in the order of `requests`. Arguments and
         errors as for `capture`: beside it, this shows what capture costs or changes.
         """
-        self._check(requests, max_new_tokens)
+        self._check(requests, max_new_tokens if sampling_params is None else 1)
         each = one_for_each(sampling_params, requests)
         outputs: dict[str, RequestOutput] = {}
         with self._one_at_a_time:

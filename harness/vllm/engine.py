@@ -59,6 +59,7 @@ def engine_arguments(
             "in_process": in_process,
             "enforce_eager": bool(arguments["enforce_eager"]),
             "pipeline_parallel_size": int(arguments.get("pipeline_parallel_size", 1)),
+            "tensor_parallel_size": int(arguments.get("tensor_parallel_size", 1)),
         }
     )
     return arguments

@@ -39,31 +39,6 @@ def test_every_point_of_every_layer_equals_transformers(
     assert comparison.rows_compared == comparison.rows_due == len(actual)
 
 
-def test_chunked_prefill_gives_every_row_its_own_position(
-    engine: VLLMBackend, reference: Callable[..., Capture], requests: list[Request]
-) -> None:
-    actual = engine.capture(requests, SITES, max_new_tokens=4)
-    chunks = {
-        request.id: len({row.step for row in part if not row.generated})
-        for request in requests
-        for part in [actual.select(requests=[request.id], sites=["resid_post.3"])]
-    }
-    assert max(chunks.values()) > 1, "no prompt was split over steps: the situation did not arise"
-    assert_captures_match(actual, reference(actual.requests, SITES))
-
-
-def test_a_cached_prefix_is_recomputed_so_that_no_row_is_missing(
-    engine: VLLMBackend, reference: Callable[..., Capture]
-) -> None:
-    shared = tuple(range(3, 3 + 64))
-    first = engine.capture([Request("first", (*shared, 7))], ["resid_post.1"])
-    again = engine.capture(
-        [Request("same", (*shared, 7)), Request("other", (*shared, 8, 9))], ["resid_post.1"]
-    )
-    assert len(first) == 65 + 15
-    assert_captures_match(again, reference(again.requests, ["resid_post.1"]))
-
-
 @pytest.mark.parametrize(
     "ids", [["1", "10", "a", "a-0"], ["req-1", "req-1-0", "req", "r"], ["é", " ", "a/b", "0"]]
 )
@@ -116,31 +91,6 @@ def test_a_teacher_forced_request_keeps_its_tokens_and_its_rows(
     assert list(actual.requests) == forced
     assert actual["logits"].columns.position.tolist() == [0, 1, 2, 3, 4, 5]
     assert_captures_match(actual, reference(forced, SITES))
-
-
-def test_capture_changes_neither_tokens_nor_logprobs(
-    engine: VLLMBackend, requests: list[Request]
-) -> None:
-    from vllm import SamplingParams
-
-    prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
-    sampling = SamplingParams(
-        temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=3
-    )
-    engine.capture(requests, ["resid_post.0"])
-    engine._call("tapcheck_uninstall")
-    engine._installed = None
-    plain = engine._llm.generate(prompts, sampling, use_tqdm=False)
-    captured = engine.capture(requests, SITES, max_new_tokens=6)
-    tapped = engine._llm.generate(prompts, sampling, use_tqdm=False)
-
-    def outcome(outputs: list[Any]) -> list[Any]:
-        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
-
-    assert outcome(tapped) == outcome(plain)
-    assert [list(request.generated_token_ids) for request in captured.requests] == [
-        list(output.outputs[0].token_ids) for output in plain
-    ]
 
 
 def test_requests_that_nobody_captures_leave_no_rows(engine: VLLMBackend) -> None:

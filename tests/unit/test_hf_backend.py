@@ -315,7 +315,7 @@ def test_metadata_says_what_ran(llama: HFBackend) -> None:
     capture = llama.capture(REQUESTS, ["embed"], ["prompt[*]"], max_new_tokens=2)
     said = capture.metadata
     assert (said["backend"], said["mode"], said["dtype"]) == ("hf", "hook", "float32")
-    assert (said["select"], said["max_new_tokens"]) == (["prompt[*]"], 2)
+    assert said["select"] == ["prompt[*]"]
     assert said["engine"]["architecture"] == "LlamaForCausalLM"
     assert said["environment"]["torch"] == torch.__version__
 
