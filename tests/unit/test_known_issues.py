@@ -77,7 +77,7 @@ def test_the_shipped_issues_are_those_that_were_found() -> None:
     assert [issue.id for issue in known_issues()] == [
         "hooks-under-compilation",
         "olmo2-and-gpt-neox-in-process",
-        "tensor-parallel-in-process-on-0.28.0",
+        "tensor-parallel-in-process-on-0-28-0",
         "model-runner-v2",
     ]
 
