@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from tapcheck.errors import CaptureError
+from tapcheck.interleave import by_request, round_robin
 from tapcheck.request import Request
 from tapcheck.sites import Site, parse_site
 
@@ -184,26 +185,43 @@ class Capture:
 
     def __iter__(self) -> Iterator[Row]:
         """Rows in forward-pass order within each request: position, then layer."""
-        sites = self.sites
-        keys = [
-            (int(request), int(position), order, index)
-            for order, site in enumerate(sites)
-            for index, (request, position) in enumerate(
-                zip(self.rows[site].columns.request, self.rows[site].columns.position, strict=True)
-            )
-        ]
-        for request_index, position, order, index in sorted(keys):
-            request, rows = self.requests[request_index], self.rows[sites[order]]
-            yield Row(
-                request_id=request.id,
-                site=sites[order],
-                position=position,
-                generated=position >= request.prompt_length,
-                step=int(rows.columns.step[index]),
-                monotonic_ns=int(rows.columns.monotonic_ns[index]),
-                unix_ns=int(rows.columns.unix_ns[index]),
-                values=rows.values[index],
-            )
+        return self._rows_at(by_request)
+
+    def in_turns(self) -> Iterator[Row]:
+        """Rows as requests take turns: the first position of each, then the second of each, ...
+
+        At a position rows come by layer; each request's own order is that of iteration.
+        """
+        return self._rows_at(round_robin)
+
+    def _rows_at(self, order: Callable[[Columns], IntArray]) -> Iterator[Row]:
+        """All rows, by the order of their (request, position) pairs, then by site."""
+        at: dict[tuple[int, int], list[tuple[Site, int]]] = {}
+        for site in self.sites:
+            columns = self.rows[site].columns
+            mine = zip(columns.request.tolist(), columns.position.tolist(), strict=True)
+            for index, pair in enumerate(mine):
+                at.setdefault(pair, []).append((site, index))
+        pairs = sorted(at)
+        request, position = np.array(pairs, np.int64).reshape(-1, 2).T
+        unknown = np.zeros(len(pairs), np.int64)
+        for place in order(Columns(request, position, unknown, unknown, unknown)).tolist():
+            for site, index in at[pairs[place]]:
+                yield self._row(site, index)
+
+    def _row(self, site: Site, index: int) -> Row:
+        columns, values = self.rows[site].columns, self.rows[site].values
+        request, position = self.requests[columns.request[index]], int(columns.position[index])
+        return Row(
+            request_id=request.id,
+            site=site,
+            position=position,
+            generated=position >= request.prompt_length,
+            step=int(columns.step[index]),
+            monotonic_ns=int(columns.monotonic_ns[index]),
+            unix_ns=int(columns.unix_ns[index]),
+            values=values[index],
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Capture):
@@ -271,9 +289,7 @@ def _same_rows(one: SiteRows, other: SiteRows) -> bool:
         return False
     if one.values.shape != other.values.shape:
         return False
-    first = np.lexsort((one.columns.position, one.columns.request))
-    second = np.lexsort((other.columns.position, other.columns.request))
-    a, b = one.take(first), other.take(second)
+    a, b = one.take(by_request(one.columns)), other.take(by_request(other.columns))
     return (
         np.array_equal(a.columns.request, b.columns.request)
         and np.array_equal(a.columns.position, b.columns.position)
@@ -325,8 +341,7 @@ def _join_rows(site: Site, parts: Sequence[SiteRows], ids: Sequence[str]) -> Sit
         differ = " and ".join(sorted(f"{dtype} x {width}" for dtype, width in kinds))
         raise CaptureError(f"site {site}: the parts differ in dtype or width: {differ}")
     columns = concatenate([part.columns for part in parts])
-    order = np.lexsort((columns.position, columns.request))
-    rows = SiteRows(columns, torch.cat([part.values for part in parts])).take(order)
+    rows = SiteRows(columns, torch.cat([part.values for part in parts])).take(by_request(columns))
     request, position = rows.columns.request, rows.columns.position
     twice = np.flatnonzero((np.diff(request) == 0) & (np.diff(position) == 0))
     if len(twice):

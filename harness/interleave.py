@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from tapcheck.capture import Columns, IntArray
+if TYPE_CHECKING:
+    from tapcheck.capture import Columns, IntArray
 
 
 def round_robin(columns: Columns) -> IntArray:

@@ -18,6 +18,7 @@ import torch
 
 from tapcheck.capture import Columns, IntArray
 from tapcheck.errors import CaptureError
+from tapcheck.interleave import by_request
 from tapcheck.layout import Account, PassKind, Progress, Segment, StepLayout
 from tapcheck.selectors import Selector, reaches, within
 from tapcheck.sites import Site
@@ -209,7 +210,7 @@ class RowStore:
         for entries in parts.values():
             entries.sort(key=lambda entry: entry[1])
         columns = _columns(parts)
-        order = np.lexsort((columns.position, columns.request))
+        order = by_request(columns)
         for chunk in parts:
             if chunk.copied is not None:
                 chunk.copied.synchronize()

@@ -20,6 +20,7 @@ import torch
 
 from tapcheck.capture import COLUMN_NAMES, VALUE_DTYPES, Columns
 from tapcheck.errors import CaptureError, SiteError
+from tapcheck.interleave import by_request
 from tapcheck.layout import SITUATIONS, Account, Situations
 from tapcheck.sites import Site, parse_site
 
@@ -265,7 +266,7 @@ def _arranged(batch: RowBatch, keys: Sequence[str]) -> tuple[Columns, Mapping[Si
     index_of = {key: index for index, key in enumerate(keys)}
     new_index = np.array([index_of[key] for key in batch.request], np.int64)
     columns = replace(batch.columns, request=new_index[batch.columns.request])
-    order = np.lexsort((columns.position, columns.request))
+    order = by_request(columns)
     columns, values = columns.take(order), batch.values
     if not np.array_equal(order, np.arange(len(order))):
         values = {site: tensor[torch.from_numpy(order)] for site, tensor in values.items()}

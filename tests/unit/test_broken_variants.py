@@ -6,7 +6,6 @@ import functools
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -110,10 +109,6 @@ def last_rows(picked: Any, rows: int, total_rows: int, device: torch.device) -> 
     return slice(total_rows - rows, total_rows)
 
 
-def numpy_with(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{**vars(np), **changes})
-
-
 def all_but_the_last(ranges: Any, start: int, count: int) -> Any:
     return WITHIN(ranges, start, max(count - 1, 1))
 
@@ -212,7 +207,7 @@ BROKEN = [
     Broken("row after the stop kept", DELIVERED, RowStore, "drain", with_seen_lengths(1)),
     Broken(
         "drained rows unordered",
-        DELIVERED, rowstore, "np", numpy_with(lexsort=lambda keys: np.arange(len(keys[0]))),
+        DELIVERED, rowstore, "by_request", lambda columns: np.arange(len(columns)),
     ),
     Broken("rows of an ended request taken", DRAINS, RowStore, "_end", forgets_the_end),
     Broken(

@@ -9,7 +9,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import captures
 
-from tapcheck.capture import COLUMN_NAMES, Capture, Columns, IntArray, SiteRows, concatenate, join
+from tapcheck.capture import (
+    COLUMN_NAMES,
+    Capture,
+    Columns,
+    IntArray,
+    Row,
+    SiteRows,
+    concatenate,
+    join,
+)
 from tapcheck.errors import CaptureError, SelectorError, SiteError
 from tapcheck.request import Request
 from tapcheck.sites import Site
@@ -256,3 +265,25 @@ def test_concatenated_columns_keep_every_part_in_order(capture: Capture) -> None
     for name in COLUMN_NAMES:
         together = [number for part in parts for number in getattr(part, name).tolist()]
         assert getattr(whole, name).tolist() == together
+
+
+@given(captures())
+def test_rows_in_turns_are_the_same_rows_with_every_request_advancing_evenly(
+    capture: Capture,
+) -> None:
+    plain, turns = list(capture), list(capture.in_turns())
+
+    def key(row: Row) -> tuple[str, int, Site]:
+        return row.request_id, row.position, row.site
+
+    for request in capture.requests:  # each request's own order is kept
+        assert [key(r) for r in turns if r.request_id == request.id] == [
+            key(r) for r in plain if r.request_id == request.id
+        ]
+    done: dict[str, list[int]] = {request.id: [] for request in capture.requests}
+    total = {name: len({r.position for r in plain if r.request_id == name}) for name in done}
+    for row in turns:
+        if row.position not in done[row.request_id]:
+            done[row.request_id].append(row.position)
+        turn = len(done[row.request_id])
+        assert all(len(done[name]) >= min(turn - 1, total[name]) for name in done)
