@@ -60,7 +60,9 @@ EXPECTED = (
     "teacher_forced",
     "ids_used_again",
 )
-MAX_RSS_GROWTH_MIB = 64.0
+# Healthy soaks grew by 11 MiB (200 runs) and by 3 and 44 MiB (60 runs, where the allocator still
+# settles). The rows of a run take 0.8 MiB on average: kept, they would add 80 MiB in 200 runs.
+MAX_RSS_GROWTH_MIB = 48.0
 
 
 @dataclass(frozen=True)

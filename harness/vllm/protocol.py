@@ -45,11 +45,13 @@ def in_step(method: str, call: int, replies: Sequence[Any]) -> list[Any]:
     call fails in one of several workers or is given up, and hands them to the next call.
     """
     for rank, reply in enumerate(replies):
-        if reply[0] != call:
+        numbered = isinstance(reply, tuple | list) and len(reply) == 2
+        if not numbered or reply[0] != call:
+            answered = f"call {reply[0]}" if numbered else "a call that isn't tapcheck's"
             raise EngineError(
-                f"worker {rank} answered call {reply[0]} where {method!r} was call {call}: an "
-                "earlier call failed or was given up, and vLLM kept its reply in the queue. Every "
-                "later reply would be off by one: close this engine and start another"
+                f"worker {rank} answered {answered} where {method!r} was call {call}: an earlier "
+                "call failed or was given up, and vLLM kept its reply in the queue. Every later "
+                "reply would be off by one: close this engine and start another"
             )
     return [reply[1] for reply in replies]
 

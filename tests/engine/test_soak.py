@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tapcheck.capture import Capture, SiteRows
 from tapcheck.fixtures.pool import EnginePool
+from tapcheck.hf import HFBackend
+from tapcheck.request import Request
 from tapcheck.rowstore import RowStore
+from tapcheck.sites import Site
 from tapcheck.transport import RowBatch
+from tapcheck.vllm.worker import WorkerTaps
 
 pytestmark = pytest.mark.engine
 
@@ -65,12 +70,6 @@ def without_its_last_row(batch: RowBatch) -> RowBatch:
     return replace(batch, columns=batch.columns.take(keep), values=values)
 
 
-def with_its_last_row_twice(batch: RowBatch) -> RowBatch:
-    keep = np.arange(len(batch.columns) + 1).clip(max=len(batch.columns) - 1)
-    values = {site: rows[keep] for site, rows in batch.values.items()}
-    return replace(batch, columns=batch.columns.take(keep), values=values)
-
-
 def with_rows_exchanged(batch: RowBatch) -> RowBatch:
     return replace(batch, values={site: rows.flip(0) for site, rows in batch.values.items()})
 
@@ -79,23 +78,22 @@ def with_rows_exchanged(batch: RowBatch) -> RowBatch:
     ("fault", "count", "said"),
     [
         (without_its_last_row, "lost", "selected rows were not delivered"),
-        (with_its_last_row_twice, "lost", "was delivered 2 times"),
         (with_rows_exchanged, "misnamed", "has relative error"),
     ],
 )
-def test_rows_that_the_store_delivers_wrongly_fail_the_run_by_number(
+def test_rows_that_the_worker_delivers_wrongly_fail_the_run_by_number(
     soak: Soak,
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[[RowBatch], RowBatch],
     count: str,
     said: str,
 ) -> None:
-    drain = RowStore.drain
+    drain = WorkerTaps.drain
 
-    def faulty(store: RowStore, seen_lengths: Mapping[str, int]) -> RowBatch:
-        return fault(drain(store, seen_lengths))
+    def faulty(taps: WorkerTaps, owners: dict[str, int]) -> RowBatch:
+        return fault(drain(taps, owners))
 
-    monkeypatch.setattr(RowStore, "drain", faulty)
+    monkeypatch.setattr(WorkerTaps, "drain", faulty)
     code, lines, result = soak("--runs", "6")
     assert code == 1
     assert result[count] > 0
@@ -113,6 +111,38 @@ def test_rows_that_the_store_keeps_after_a_run_fail_it(
     assert result["lost"] == result["misnamed"] == 0
     assert any(line.startswith("left behind: ") and "bytes in the row" in line for line in lines)
     assert lines[-1].endswith("--only 0")
+
+
+@pytest.mark.parametrize(
+    ("taken", "counts"),
+    [
+        ([0, 1, 2, 3, 4, 5], (0, 0, 0)),
+        ([0, 1, 2, 3, 4], (1, 0, 0)),
+        ([0, 1, 2, 3, 4, 5, 5], (0, 1, 0)),
+        ([0, 1, 2, 5, 3, 4], (0, 0, 3)),
+    ],
+)
+def test_the_judge_counts_rows_lost_duplicated_and_misnamed(
+    monkeypatch: pytest.MonkeyPatch, llama: Path, taken: list[int], counts: tuple[int, int, int]
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    soak = importlib.import_module("soak")
+    site = Site("resid_post", 2)
+    requests = [Request("a", (5, 6, 7), (8,)), Request("a-0", (9, 10, 11), (12,))]
+    with HFBackend(llama) as hf:
+        healthy = hf.capture(requests, [site])
+        rows = healthy[site].take(np.array(taken))
+        if len(taken) == 6:  # all there: what moves is the values alone
+            rows = SiteRows(healthy[site].columns, rows.values)
+        told = {"situations": {r.id: {"preemptions": 0} for r in requests}, "cached": {}}
+        ended = {r.id: soak.Ended(r, forced=True, cached=0) for r in requests}
+        parcel = soak.Parcel(ended, Capture(healthy.requests, {site: rows}, told))
+        scenario = soak.Scenario((site,), ("all",), False, 1, ())
+        tally = soak.Tally()
+        soak.Judge(hf, scenario, [parcel]).judge(tally)
+    assert (tally.lost, tally.duplicated, tally.misnamed) == counts
+    assert (tally.rows_due, tally.rows_delivered) == (6, len(taken))
+    assert bool(tally.problems) is (sum(counts) > 0)
 
 
 def test_memory_growth_is_judged_over_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from tapcheck import errors
 from tapcheck.compatibility.errors import KnownIssueError
 from tapcheck.errors import CaptureError, EngineError, TapcheckError
-from tapcheck.vllm.protocol import WORKER_EXTENSION, decode, encode_error, encode_result
+from tapcheck.vllm.protocol import (
+    WORKER_EXTENSION,
+    decode,
+    encode_error,
+    encode_result,
+    in_step,
+)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -59,3 +65,16 @@ def test_the_worker_extension_is_where_its_name_says() -> None:
     methods = [method for method in vars(extension) if not method.startswith("__")]
     assert methods
     assert all(method.startswith("tapcheck_") for method in methods)
+
+
+def test_replies_to_the_call_come_without_its_number() -> None:
+    assert in_step("drain", 7, [(7, "a"), [7, b"b"]]) == ["a", b"b"]
+
+
+@pytest.mark.parametrize(
+    ("late", "named"),
+    [((6, "old"), "call 6"), (None, "a call that isn't tapcheck's"), ([7], "a call that isn't")],
+)
+def test_a_reply_to_another_call_is_an_error_that_names_the_worker(late: Any, named: str) -> None:
+    with pytest.raises(EngineError, match=f"worker 1 answered {named}.*'drain' was call 7"):
+        in_step("drain", 7, [(7, "new"), late])
