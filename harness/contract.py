@@ -86,17 +86,16 @@ def stream_tensors(values: Any) -> Tensors:
     """
     if isinstance(values, torch.Tensor):
         return (values,)
-    found: list[torch.Tensor] = []
     if not isinstance(values, tuple | list):
         return ()
+    first = None
     for value in values:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            continue
-        if not found:
-            found.append(value)
-        elif value.shape == found[0].shape:
-            return (found[0], value)
-    return tuple(found)
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            if first is None:
+                first = value
+            elif value.shape == first.shape:
+                return first, value
+    return () if first is None else (first,)
 
 
 def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:

@@ -5,7 +5,7 @@ Pure Python: a runner adapter fills it from its engine's scheduler, and everythi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from tapcheck.errors import CaptureError
@@ -30,14 +30,9 @@ class Segment(NamedTuple):
     resumed: bool = False
     forced: int = 0
 
-    @property
-    def prefills(self) -> bool:
-        """Whether its first row is of a token that was given, and not of a generated one."""
-        return self.start < self.prompt_length + self.forced
-
 
 class PassKind(NamedTuple):
-    """What a forward pass is like: see `Situations`."""
+    """Whether requests share the pass, prefill beside decoding ones, and leave padding."""
 
     shared: bool
     mixed: bool
@@ -49,40 +44,37 @@ class StepLayout:
     """One forward pass: segments in row order from row 0; rows beyond them are padding.
 
     step: the engine's forward passes counted from 0. total_rows: rows in the pass's tensors,
-    padding included.
+    padding included. Raises CaptureError when these don't fit together.
     """
 
     step: int
     segments: tuple[Segment, ...]
     total_rows: int
+    kind: PassKind = field(init=False)
 
     def __post_init__(self) -> None:
-        owned = [segment.owner for segment in self.segments if segment.owner is not None]
-        if len(set(owned)) != len(owned):
-            raise CaptureError(f"step {self.step}: one request has two segments: {sorted(owned)}")
-        for segment in self.segments:
-            if segment.start < 0 or not 0 <= segment.drafts <= segment.rows:
+        scheduled = running = prefilling = owned = 0
+        owners = set()
+        for segment in self.segments:  # one pass: this is every step's work
+            owner, start, rows, prompt_length, drafts, _, forced = segment
+            if start < 0 or not 0 <= drafts <= rows:
                 raise CaptureError(f"step {self.step}: {segment} has no such rows")
-        if self.scheduled_rows > self.total_rows:
+            scheduled += rows
+            if rows:
+                running += 1
+                prefilling += start < prompt_length + forced
+            if owner is not None:
+                owned += 1
+                owners.add(owner)
+        if len(owners) != owned:
+            raise CaptureError(f"step {self.step}: one request has two segments: {self.segments}")
+        if scheduled > self.total_rows:
             raise CaptureError(
-                f"step {self.step}: {self.scheduled_rows} rows are scheduled, but the forward "
+                f"step {self.step}: {scheduled} rows are scheduled, but the forward "
                 f"pass has {self.total_rows}: their owners can't be known"
             )
-
-    @property
-    def scheduled_rows(self) -> int:
-        """Rows that belong to a request; the rest are padding."""
-        return sum(segment.rows for segment in self.segments)
-
-    @property
-    def kind(self) -> PassKind:
-        """Whether requests share the pass, prefill beside decoding ones, and leave padding."""
-        prefills = [segment.prefills for segment in self.segments if segment.rows]
-        return PassKind(
-            shared=len(prefills) > 1,
-            mixed=any(prefills) and not all(prefills),
-            padded=self.scheduled_rows < self.total_rows,
-        )
+        kind = PassKind(running > 1, 0 < prefilling < running, scheduled < self.total_rows)
+        object.__setattr__(self, "kind", kind)
 
 
 @dataclass(frozen=True)
@@ -149,12 +141,13 @@ class Progress:
         What lies at or beyond the segment's start is computed anew. After a preemption the drafts
         that were undecided stay so: their rows are void, whatever the start.
         """
-        start, end = segment.start, segment.start + segment.rows
+        _, start, rows, prompt_length, drafts, resumed, forced = segment
+        end = start + rows
         self._passes[kind] = self._passes.get(kind, 0) + 1
-        if end < segment.prompt_length + segment.forced:
+        if end < prompt_length + forced:
             self._counts["unfinished_prefills"] += 1
-        if start == self.end >= self._highest and not self.drafts and not segment.resumed:
-            self.end, self.drafts = end, segment.drafts  # as nearly always: it goes on
+        if start == self.end >= self._highest and not self.drafts and not resumed:
+            self.end, self.drafts = end, drafts  # as nearly always: it goes on
             return start
         return self._go_on_elsewhere(segment, end)
 

@@ -10,7 +10,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ import torch
 
 from tapcheck.capture import Columns, IntArray
 from tapcheck.errors import CaptureError
-from tapcheck.interleave import by_request
 from tapcheck.layout import Account, PassKind, Progress, Segment, StepLayout
 from tapcheck.selectors import Selector, reaches, within
 from tapcheck.sites import Site
@@ -38,6 +36,7 @@ class _Chunk:
     rows: int = 0
     live: int = 0
     nbytes: int = 0
+    pinned: bool = False
     values: dict[Site, torch.Tensor] = field(default_factory=dict)
     copied: torch.cuda.Event | None = None
 
@@ -100,34 +99,29 @@ class RowStore:
         """Select this step's rows; without any, the step stays closed and nothing is kept."""
         self._chunk = None
         chunk = _Chunk(layout.step, time.monotonic_ns(), time.time_ns())
-        kind = layout.kind
+        kind, owners, ended = layout.kind, self._owners, self._ended
         picked: list[tuple[int, Sequence[int]]] = []
-        row = 0
+        row = kept = 0
         for segment in layout.segments:
-            if segment.owner is not None and segment.rows and segment.owner not in self._ended:
-                positions = self._advance(segment.owner, segment, kind, chunk)
+            key, start, rows, prompt_length = segment[:4]
+            if key is not None and rows and key not in ended:
+                owner = owners.get(key)
+                if owner is None:
+                    owner = owners[key] = _Owner(reaches(self.selectors, prompt_length))
+                end = owner.progress.end
+                void_from = owner.progress.advance(segment, kind)
+                if void_from < end:
+                    self._void(owner, void_from)
+                positions = within(owner.reaches, start, rows)
                 if positions:
-                    picked.append((row - segment.start, positions))
-            row += segment.rows
+                    owner.held.append(_Held(chunk, kept, positions))
+                    picked.append((row - start, positions))
+                    kept += len(positions)
+            row += rows
         if picked:
-            self._selection = _selection(picked, chunk.rows, layout.total_rows, device)
+            self._selection = _selection(picked, kept, layout.total_rows, device)
+            chunk.rows = chunk.live = kept
             self._chunk = chunk
-
-    def _advance(self, key: str, segment: Segment, kind: PassKind, chunk: _Chunk) -> Sequence[int]:
-        """Drop what this segment makes void; returns the positions whose rows are to be kept."""
-        owner = self._owners.get(key)
-        if owner is None:
-            owner = self._owners[key] = _Owner(reaches(self.selectors, segment.prompt_length))
-        end = owner.progress.end
-        void_from = owner.progress.advance(segment, kind)
-        if void_from < end:
-            self._void(owner, void_from)
-        positions = within(owner.reaches, segment.start, segment.rows)
-        if positions:
-            owner.held.append(_Held(chunk, chunk.rows, positions))
-            chunk.rows += len(positions)
-            chunk.live += len(positions)
-        return positions
 
     def put(self, site: Site, terms: Sequence[torch.Tensor]) -> None:
         """Keep the selected rows of the sum of `terms`, each [total rows, width], as a copy.
@@ -137,9 +131,10 @@ class RowStore:
         if self._chunk is None:
             return
         rows = self.selected(terms[0])
-        for term in terms[1:]:
-            rows = rows + self.selected(term)
-        if len(terms) == 1 and not isinstance(self._selection, torch.Tensor):
+        if len(terms) > 1:
+            for term in terms[1:]:
+                rows = rows + self.selected(term)
+        elif not isinstance(self._selection, torch.Tensor):
             rows = rows.clone()  # a view of what will change; an index or a sum is a copy already
         self.put_selected(site, rows)
 
@@ -156,32 +151,32 @@ class RowStore:
         chunk = self._chunk
         if chunk is None:
             return
-        if site in chunk.values:
+        if not rows.is_cpu:
+            pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            rows = pinned.copy_(rows, non_blocking=True)
+            chunk.pinned = True
+        chunk.nbytes += rows.nbytes
+        if chunk.values.setdefault(site, rows) is not rows:
             raise CaptureError(
                 f"site {site} fired twice in step {chunk.step}: its module runs more than once "
                 "in a forward pass, so its rows can't be told apart"
             )
-        if rows.device.type != "cpu":
-            pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-            rows = pinned.copy_(rows, non_blocking=True)
-        chunk.values[site] = rows
 
     def end_step(self) -> None:
         """Close the step; raises CaptureError when a site did not fire, or too much is held."""
         chunk, self._chunk, self._selection = self._chunk, None, None
         if chunk is None:
             return
-        silent = [site for site in self.sites if site not in chunk.values]
-        if silent:
+        if len(chunk.values) < len(self.sites):
+            silent = [site for site in self.sites if site not in chunk.values]
             raise CaptureError(
                 f"step {chunk.step} ran without {', '.join(map(str, silent))}: the hook did not "
                 "fire, so the module was bypassed (a compiled or fused path?)"
             )
-        if any(rows.is_pinned() for rows in list(chunk.values.values())[:1]):
+        if chunk.pinned:
             chunk.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             chunk.copied.record()
         if chunk.live:
-            chunk.nbytes = sum(rows.nbytes for rows in chunk.values.values())
             self.held_bytes += chunk.nbytes
         if self.held_bytes > self.max_bytes:
             raise CaptureError(
@@ -197,31 +192,59 @@ class RowStore:
         beyond (a rejected draft, an extra forward after the stop) are dropped.
         """
         accounts: list[Account] = []
-        parts: dict[_Chunk, list[tuple[int, int, Sequence[int]]]] = {}
+        chunks: dict[_Chunk, int] = {}
+        pieces: list[int] = []  # four numbers a piece: request, chunk, first row, rows
+        position: list[int] = []
         for number, (key, seen) in enumerate(seen_lengths.items()):
             owner = self._end(key)
             accounts.append(owner.progress.close(seen))
             for chunk, first, positions in owner.held:
-                due = (
-                    positions if positions[-1] < seen else positions[: bisect_left(positions, seen)]
-                )
-                if due:
-                    parts.setdefault(chunk, []).append((number, first, due))
-        for entries in parts.values():
-            entries.sort(key=lambda entry: entry[1])
-        columns = _columns(parts)
-        order = by_request(columns)
-        for chunk in parts:
+                if positions[-1] >= seen:
+                    positions = positions[: bisect_left(positions, seen)]
+                if positions:
+                    at = chunks.setdefault(chunk, len(chunks))
+                    pieces += (number, at, first, len(positions))
+                    position += positions
+        request, at, first, rows = np.array(pieces, np.int64).reshape(-1, 4).T
+        stamps = [(chunk.step, chunk.monotonic_ns, chunk.unix_ns) for chunk in chunks]
+        stamp = np.array(stamps, np.int64).reshape(-1, 3)[np.repeat(at, rows)]
+        columns = Columns(
+            np.repeat(request, rows), np.array(position, np.int64), *np.ascontiguousarray(stamp.T)
+        )
+        return RowBatch(
+            tuple(seen_lengths),
+            columns,
+            self._gathered(list(chunks), at, first, rows) if chunks else {},
+            tuple(accounts),
+        )
+
+    def _gathered(
+        self, chunks: Sequence[_Chunk], at: IntArray, first: IntArray, rows: IntArray
+    ) -> dict[Site, torch.Tensor]:
+        """The values of pieces of chunks, one piece after the other: chunk, first row and rows."""
+        for chunk in chunks:
             if chunk.copied is not None:
                 chunk.copied.synchronize()
-        take = torch.from_numpy(order)
-        in_order = np.array_equal(order, np.arange(len(columns)))
-        rows_of = [(chunk, _rows(chunk, entries)) for chunk, entries in parts.items()]
+        sizes = np.array([chunk.rows for chunk in chunks])
+        if 2 * rows.sum() < sizes.sum():  # what other requests still hold would be copied too
+            slices = [
+                (chunks[chunk], slice(start, start + count))
+                for chunk, start, count in zip(at.tolist(), first.tolist(), rows.tolist(), strict=True)
+            ]
+            return {
+                site: torch.cat([chunk.values[site][piece] for chunk, piece in slices])
+                for site in self.sites
+            }
+        # A slice for each piece would cost more than a second copy of all of them.
+        before = np.cumsum(rows) - rows
+        start = (np.cumsum(sizes) - sizes)[at] + first - before
+        index = np.repeat(start, rows) + np.arange(rows.sum())
+        in_order = len(index) == sizes.sum() and bool((np.diff(index) == 1).all())
         values = {}
-        for site in self.sites if parts else ():
-            rows = torch.cat([chunk.values[site][rows] for chunk, rows in rows_of])
-            values[site] = rows if in_order else rows.index_select(0, take)
-        return RowBatch(tuple(seen_lengths), columns.take(order), values, tuple(accounts))
+        for site in self.sites:
+            whole = torch.cat([chunk.values[site] for chunk in chunks])
+            values[site] = whole if in_order else whole.index_select(0, torch.from_numpy(index))
+        return values
 
     def discard(self, owners: Sequence[str]) -> None:
         """Forget the rows of these owners."""
@@ -272,28 +295,6 @@ def _selection(
         return slice(first, first + rows)
     index = np.concatenate([np.asarray(positions) + shift for shift, positions in picked])
     return torch.from_numpy(index).to(device, non_blocking=True)
-
-
-def _columns(parts: Mapping[_Chunk, Sequence[tuple[int, int, Sequence[int]]]]) -> Columns:
-    """The columns of the entries of every chunk, one chunk after the other."""
-    counts = [len(due) for entries in parts.values() for _, _, due in entries]
-    number = [number for entries in parts.values() for number, _, _ in entries]
-    stamps = [(chunk.step, chunk.monotonic_ns, chunk.unix_ns) for chunk in parts]
-    rows = [sum(len(due) for _, _, due in entries) for entries in parts.values()]
-    table = np.repeat(np.array(stamps, np.int64).reshape(-1, 3), rows, axis=0)
-    step, monotonic_ns, unix_ns = table.T.copy()
-    request = np.repeat(np.array(number, np.int64), counts)
-    positions = (due for entries in parts.values() for _, _, due in entries)
-    position = np.fromiter(chain.from_iterable(positions), np.int64, sum(counts))
-    return Columns(request, position, step, monotonic_ns, unix_ns)
-
-
-def _rows(chunk: _Chunk, entries: Sequence[tuple[int, int, Sequence[int]]]) -> slice | torch.Tensor:
-    """Which rows of the chunk the entries are; they are sorted by where they are in it."""
-    if sum(len(due) for _, _, due in entries) == chunk.rows:
-        return slice(None)
-    ranges: list[IntArray] = [np.arange(first, first + len(due)) for _, first, due in entries]
-    return torch.from_numpy(np.concatenate(ranges))
 
 
 def _mib(size: int) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tapcheck.capture import Capture, IntArray, SiteRows
 from tapcheck.errors import CaptureError
@@ -151,27 +152,13 @@ def assemble(
     number = {owner: index for index, owner in enumerate(runs)}
     renumber = np.array([number[owner] for owner in batch.request], np.int64)
     columns = replace(batch.columns, request=renumber[batch.columns.request])
-    have = _codes(columns.request, columns.position)
-    distinct, counts = np.unique(have, return_counts=True)
-    if len(distinct) < len(have):
-        owner, position = divmod(int(distinct[counts > 1][0]), _STRIDE)
-        raise CaptureError(
-            f"request {requests[owner].id!r}, position {position} was delivered "
-            f"{int(counts[counts > 1][0])} times: its rows can't be told apart. "
-            "Nothing was returned"
-        )
-    due = _codes(due_request, due_position)
-    missing = np.flatnonzero(~np.isin(due, have))
-    if len(missing):
-        raise CaptureError(_missing_message(requests, due_request, due_position, missing))
+    have, due = _codes(columns.request, columns.position), _codes(due_request, due_position)
+    at = None if np.array_equal(have, due) else _places(requests, have, due)
     silent = [str(site) for site in plan.sites if site not in batch.values]
     if silent:
         raise CaptureError(f"no worker delivered site {', '.join(silent)}")
-    at = np.argsort(have, kind="stable")
-    at = at[np.isin(have[at], due)]
-    in_place = np.array_equal(at, np.arange(len(have)))
     rows = {site: SiteRows(columns, batch.values[site]) for site in plan.sites}
-    if not in_place:
+    if at is not None:
         rows = {site: delivered.take(at) for site, delivered in rows.items()}
     told = {
         "situations": {
@@ -199,20 +186,40 @@ def _due(
     return np.repeat(np.arange(len(requests)), counts), np.concatenate(positions)
 
 
+def _places(requests: Sequence[Request], have: IntArray, due: IntArray) -> IntArray:
+    """Where the due rows are among those delivered; raises CaptureError unless each is there once.
+
+    Both are codes of rows, those due in ascending order.
+    """
+    distinct, counts = np.unique(have, return_counts=True)
+    if len(distinct) < len(have):
+        owner, position = divmod(int(distinct[counts > 1][0]), _STRIDE)
+        raise CaptureError(
+            f"request {requests[owner].id!r}, position {position} was delivered "
+            f"{int(counts[counts > 1][0])} times: its rows can't be told apart. "
+            "Nothing was returned"
+        )
+    missing = ~np.isin(due, have)
+    if missing.any():
+        raise CaptureError(_missing_message(requests, due, missing))
+    order: IntArray = np.argsort(have, kind="stable")
+    return order[np.isin(have[order], due)]
+
+
 def _codes(request: IntArray, position: IntArray) -> IntArray:
     """One number for each (request, position), so that sets of rows can be compared."""
     return request * _STRIDE + position
 
 
 def _missing_message(
-    requests: Sequence[Request], request: IntArray, position: IntArray, missing: IntArray
+    requests: Sequence[Request], due: IntArray, missing: npt.NDArray[np.bool_]
 ) -> str:
-    first = int(missing[0])
-    owner = requests[int(request[first])]
-    mine = position[missing][request[missing] == request[first]]
+    request, position = np.divmod(due[missing], _STRIDE)
+    owner = requests[int(request[0])]
+    mine = position[request == request[0]]
     return (
-        f"{len(missing)} of {len(position)} selected rows were not delivered; the first is request "
-        f"{owner.id!r}, position {int(position[first])} (that request misses positions "
+        f"{len(position)} of {len(due)} selected rows were not delivered; the first is request "
+        f"{owner.id!r}, position {int(position[0])} (that request misses positions "
         f"{int(mine.min())} to {int(mine.max())}, {len(mine)} in all). The engine ran no forward "
         "pass over them: a prefix cache hit, or an early stop. Nothing was returned"
     )

@@ -127,13 +127,15 @@ def merge(batches: Iterable[RowBatch]) -> RowBatch:
     """One batch of the rows of several workers that ran the same steps, in any order.
 
     Pipeline stages bring different sites of the same rows. Tensor-parallel ranks bring the same
-    sites: they are compared bit for bit and one copy is kept. Rows come ordered by request key
-    and position; their times are those of the latest copy. A worker that taps nothing is left
-    out. Raises CaptureError that names the request and position where workers disagree.
+    sites: they are compared bit for bit and one copy is kept. Rows come ordered by request, as in
+    the batches' tables of requests (or by key, where these differ), and position; their times are
+    those of the latest copy. A worker that taps nothing is left out. Raises CaptureError that
+    names the request and position where workers disagree.
     """
     batches = list(batches)
     accounts = _merged_accounts(batches)
-    keys = tuple(sorted(accounts))
+    tables = {batch.request for batch in batches}
+    keys = tables.pop() if len(tables) == 1 else tuple(sorted(accounts))
     mine = tuple(accounts[key] for key in keys)
     parts = [_arranged(batch, keys) for batch in batches if batch.values]
     if not parts:

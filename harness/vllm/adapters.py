@@ -174,17 +174,20 @@ class V1RunnerAdapter:
         segments = []
         for start, request_id in zip(starts, batch.req_ids, strict=True):
             state = requests[request_id]
-            extra = (state.sampling_params and state.sampling_params.extra_args) or {}
-            forced = extra.get(FORCED, 0)
+            params = state.sampling_params
+            owner, forced = None, 0
+            if params is not None and params.extra_args:
+                owner, forced = params.extra_args.get(OWNER), params.extra_args.get(FORCED, 0)
+            # positional, which is half the time: owner, start, rows, prompt_length, drafts, ...
             segments.append(
                 Segment(
-                    owner=extra.get(OWNER),
-                    start=start,
-                    rows=counts[request_id],
-                    prompt_length=state.num_prompt_tokens - forced,
-                    drafts=len(drafts[request_id]) if request_id in drafts else 0,
-                    resumed=request_id in resumed,
-                    forced=forced,
+                    owner,
+                    start,
+                    counts[request_id],
+                    state.num_prompt_tokens - forced,
+                    len(drafts[request_id]) if request_id in drafts else 0,
+                    request_id in resumed,
+                    forced,
                 )
             )
         layout = StepLayout(self._step, tuple(segments), int(kwargs["positions"].shape[-1]))

@@ -96,27 +96,36 @@ class WorkerTaps:
 
     # An exception in a forward pass would end the engine, and every request with it: the first
     # one is kept, ends the capture, and is raised by the next drain.
-    def _guarded(self, act: Callable[..., object], *arguments: Any) -> None:
-        store = self._store
-        if store is None or self._failure is not None:
-            return
-        try:
-            act(store, *arguments)
-        except Exception as error:
-            self._failure = error
-            store.clear()
+    def _fail(self, store: RowStore, error: Exception) -> None:
+        self._failure = error
+        store.clear()
 
     def _begin(self, layout: StepLayout) -> None:
-        self._guarded(RowStore.begin_step, layout, self.adapter.device)
+        store = self._store
+        if store is not None and self._failure is None:
+            try:
+                store.begin_step(layout, self.adapter.device)
+            except Exception as error:
+                self._fail(store, error)
 
     def _put(self, site: Site, terms: Tensors) -> None:
-        self._guarded(RowStore.put, site, terms)
+        store = self._store
+        if store is not None:
+            try:
+                store.put(site, terms)
+            except Exception as error:
+                self._fail(store, error)
 
     def _end(self, output: Any) -> None:
-        self._guarded(self._close_step, output)
+        store = self._store
+        if store is not None and store.open:
+            try:
+                self._close_step(store, output)
+            except Exception as error:
+                self._fail(store, error)
 
     def _close_step(self, store: RowStore, output: Any) -> None:
-        if store.open and LOGITS in store.sites:
+        if LOGITS in store.sites:
             hidden = output if isinstance(output, torch.Tensor) else output[0]
             logits = self.adapter.compute_logits(store.selected(hidden))
             if logits is None:

@@ -154,4 +154,4 @@ def test_a_layout_with_rows_that_can_t_be_is_refused(segment: Segment) -> None:
 
 def test_segments_of_requests_that_nobody_captures_may_be_many() -> None:
     layout = StepLayout(0, (Segment(None, 0, 1, 2), Segment(None, 0, 2, 2)), 5)
-    assert layout.scheduled_rows == 3
+    assert layout.kind.padded
