@@ -52,6 +52,17 @@ class StepLayout:
     total_rows: int
     kind: PassKind = field(init=False)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether every request in it is decoding, one row each and no draft.
+
+        If none joins, leaves or is preempted the next pass is the same, one position further.
+        """
+        return all(
+            rows == 1 and not drafts and not resumed and start >= prompt_length + forced
+            for _, start, rows, prompt_length, drafts, resumed, forced in self.segments
+        )
+
     def __post_init__(self) -> None:
         scheduled = running = prefilling = owned = 0
         owners = set()
@@ -75,6 +86,24 @@ class StepLayout:
             )
         kind = PassKind(running > 1, 0 < prefilling < running, scheduled < self.total_rows)
         object.__setattr__(self, "kind", kind)
+
+
+class Repeat(NamedTuple):
+    """A pass like an earlier one that decodes, each request `ahead` positions further.
+
+    step: its number. first: the earlier one. Between the two there were only such passes.
+    """
+
+    step: int
+    first: StepLayout
+    ahead: int
+
+    @property
+    def layout(self) -> StepLayout:
+        """The pass in full."""
+        first = self.first
+        moved = [segment._replace(start=segment.start + self.ahead) for segment in first.segments]
+        return StepLayout(self.step, tuple(moved), first.total_rows)
 
 
 @dataclass(frozen=True)
@@ -150,6 +179,16 @@ class Progress:
             self.end, self.drafts = end, drafts  # as nearly always: it goes on
             return start
         return self._go_on_elsewhere(segment, end)
+
+    @property
+    def steady(self) -> bool:
+        """Whether a pass over the next position only adds it."""
+        return not self.drafts and self.end >= self._highest
+
+    def decode(self, passes: int, kind: PassKind) -> None:
+        """Take in that many passes of this kind, one row each; it has to be `steady`."""
+        self.end += passes
+        self._passes[kind] = self._passes.get(kind, 0) + passes
 
     def _go_on_elsewhere(self, segment: Segment, end: int) -> int:
         """Advance when drafts were undecided, or the segment isn't where the last one ended."""

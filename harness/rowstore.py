@@ -17,8 +17,8 @@ import torch
 
 from tapcheck.capture import Columns, IntArray
 from tapcheck.errors import CaptureError
-from tapcheck.layout import Account, PassKind, Progress, Segment, StepLayout
-from tapcheck.selectors import Selector, reaches, within
+from tapcheck.layout import Account, Progress, Repeat, StepLayout
+from tapcheck.selectors import Selector, lasts, reaches, within
 from tapcheck.sites import Site
 from tapcheck.transport import RowBatch
 
@@ -42,9 +42,12 @@ class _Chunk:
 
 
 class _Held(NamedTuple):
-    """Rows of one request in one chunk: next to each other from `first` on, positions ascending."""
+    """Rows of one request, positions ascending.
 
-    chunk: _Chunk
+    In one chunk they are next to each other from `first` on; in several, each has the row `first`.
+    """
+
+    chunks: Sequence[_Chunk]
     first: int
     positions: Sequence[int]
 
@@ -58,6 +61,24 @@ class _Owner:
         self.reaches = reaches
         self.progress = Progress()
         self.held: list[_Held] = []
+
+
+@dataclass(eq=False)
+class _Run:
+    """Passes that decode the same requests, each one position further than the last.
+
+    They are kept as one, and told to the owners when the run is over: see `RowStore._end_run`.
+    owners: those captured, and for each the row that it has in every chunk, None if it has none.
+    last: the last pass that can be part of it. chunks: of each pass, none where nobody has a row.
+    """
+
+    first: StepLayout
+    owners: Sequence[tuple[_Owner, int | None]]
+    selection: slice | torch.Tensor | None
+    begun: int
+    ahead: int
+    last: int
+    chunks: list[_Chunk]
 
 
 # How many ended owners are remembered, so that a forward pass still in flight when its request
@@ -89,39 +110,100 @@ class RowStore:
         self._chunk: _Chunk | None = None
         # The selected rows of the open step: all of them, a run of them, or their indexes.
         self._selection: slice | torch.Tensor | None = None
+        self._run: _Run | None = None
 
     @property
     def open(self) -> bool:
         """Whether a step is open that has selected rows."""
         return self._chunk is not None
 
-    def begin_step(self, layout: StepLayout, device: torch.device) -> None:
+    def begin_step(self, step: StepLayout | Repeat, device: torch.device) -> None:
         """Select this step's rows; without any, the step stays closed and nothing is kept."""
         self._chunk = None
+        if isinstance(step, Repeat) and self._goes_on(step):
+            return
+        self._end_run()
+        layout = step.layout if isinstance(step, Repeat) else step
         chunk = _Chunk(layout.step, time.monotonic_ns(), time.time_ns())
-        kind, owners, ended = layout.kind, self._owners, self._ended
+        kind, ended = layout.kind, self._ended
         picked: list[tuple[int, Sequence[int]]] = []
         row = kept = 0
         for segment in layout.segments:
             key, start, rows, prompt_length = segment[:4]
             if key is not None and rows and key not in ended:
-                owner = owners.get(key)
+                owner = self._owners.get(key)
                 if owner is None:
-                    owner = owners[key] = _Owner(reaches(self.selectors, prompt_length))
+                    owner = self._owners[key] = _Owner(reaches(self.selectors, prompt_length))
                 end = owner.progress.end
                 void_from = owner.progress.advance(segment, kind)
                 if void_from < end:
                     self._void(owner, void_from)
                 positions = within(owner.reaches, start, rows)
                 if positions:
-                    owner.held.append(_Held(chunk, kept, positions))
+                    owner.held.append(_Held((chunk,), kept, positions))
                     picked.append((row - start, positions))
                     kept += len(positions)
             row += rows
+        selection = None
         if picked:
-            self._selection = _selection(picked, kept, layout.total_rows, device)
+            selection = _selection(picked, kept, layout.total_rows, device)
             chunk.rows = chunk.live = kept
-            self._chunk = chunk
+            self._chunk, self._selection = chunk, selection
+        if isinstance(step, Repeat):
+            self._run = self._new_run(step, layout, chunk, selection)
+
+    def _new_run(
+        self,
+        step: Repeat,
+        layout: StepLayout,
+        chunk: _Chunk,
+        selection: slice | torch.Tensor | None,
+    ) -> _Run:
+        """The run that begins with this step, whose rows are selected."""
+        owners: list[tuple[_Owner, int | None]] = []
+        further = sys.maxsize
+        for segment in layout.segments:
+            owner = None if segment.owner is None else self._owners.get(segment.owner)
+            if owner is not None:
+                held = owner.held[-1] if owner.held else None
+                mine = held is not None and held.chunks[-1] is chunk
+                owners.append((owner, held.first if held is not None and mine else None))
+                further = min(further, lasts(owner.reaches, segment.start))
+                further = further if owner.progress.steady else 0
+        chunks = [chunk] if chunk.rows else []
+        return _Run(
+            step.first, owners, selection, step.ahead, step.ahead, step.ahead + further, chunks
+        )
+
+    def _goes_on(self, step: Repeat) -> bool:
+        """Whether this step is the next of the run; then it is begun."""
+        run = self._run
+        if (
+            run is None
+            or step.first is not run.first
+            or step.ahead != run.ahead + 1
+            or step.ahead > run.last
+        ):
+            return False
+        run.ahead = step.ahead
+        if run.chunks:
+            rows = run.chunks[0].rows
+            chunk = _Chunk(step.step, time.monotonic_ns(), time.time_ns(), rows, rows)
+            run.chunks.append(chunk)
+            self._chunk, self._selection = chunk, run.selection
+        return True
+
+    def _end_run(self) -> None:
+        """Tell the owners of the run's steps after its first, of which they know."""
+        run, self._run = self._run, None
+        if run is None or run.ahead == run.begun:
+            return
+        for owner, row in run.owners:
+            owner.progress.decode(run.ahead - run.begun, run.first.kind)
+            if row is not None:
+                start = owner.held.pop().positions[0]
+                positions = range(start, start + len(run.chunks))
+                owner.held.append(_Held(run.chunks, row, positions))
 
     def put(self, site: Site, terms: Sequence[torch.Tensor]) -> None:
         """Keep the selected rows of the sum of `terms`, each [total rows, width], as a copy.
@@ -155,7 +237,6 @@ class RowStore:
             pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
             rows = pinned.copy_(rows, non_blocking=True)
             chunk.pinned = True
-        chunk.nbytes += rows.nbytes
         if chunk.values.setdefault(site, rows) is not rows:
             raise CaptureError(
                 f"site {site} fired twice in step {chunk.step}: its module runs more than once "
@@ -177,6 +258,7 @@ class RowStore:
             chunk.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             chunk.copied.record()
         if chunk.live:
+            chunk.nbytes = sum(rows.nbytes for rows in chunk.values.values())
             self.held_bytes += chunk.nbytes
         if self.held_bytes > self.max_bytes:
             raise CaptureError(
@@ -193,57 +275,66 @@ class RowStore:
         """
         accounts: list[Account] = []
         chunks: dict[_Chunk, int] = {}
-        pieces: list[int] = []  # four numbers a piece: request, chunk, first row, rows
+        counts: list[int] = []  # of each request, and then of each row: chunk, row in it, position
+        at: list[int] = []
+        row: list[int] = []
         position: list[int] = []
-        for number, (key, seen) in enumerate(seen_lengths.items()):
+        for key, seen in seen_lengths.items():
             owner = self._end(key)
             accounts.append(owner.progress.close(seen))
-            for chunk, first, positions in owner.held:
-                if positions[-1] >= seen:
-                    positions = positions[: bisect_left(positions, seen)]
-                if positions:
-                    at = chunks.setdefault(chunk, len(chunks))
-                    pieces += (number, at, first, len(positions))
-                    position += positions
-        request, at, first, rows = np.array(pieces, np.int64).reshape(-1, 4).T
+            before = len(position)
+            for held, first, kept in owner.held:
+                positions = kept if kept[-1] < seen else kept[: bisect_left(kept, seen)]
+                rows = len(positions)
+                if not rows:
+                    continue
+                if len(held) == 1:
+                    at += [chunks.setdefault(held[0], len(chunks))] * rows
+                    row += range(first, first + rows)
+                else:
+                    at += [chunks.setdefault(chunk, len(chunks)) for chunk in held[:rows]]
+                    row += [first] * rows
+                position += positions
+            counts.append(len(position) - before)
+        in_chunk = np.array(at, np.int64)
         stamps = [(chunk.step, chunk.monotonic_ns, chunk.unix_ns) for chunk in chunks]
-        stamp = np.array(stamps, np.int64).reshape(-1, 3)[np.repeat(at, rows)]
+        step, monotonic_ns, unix_ns = np.array(stamps, np.int64).reshape(-1, 3).T
         columns = Columns(
-            np.repeat(request, rows), np.array(position, np.int64), *np.ascontiguousarray(stamp.T)
+            np.repeat(np.arange(len(counts)), counts),
+            np.array(position, np.int64),
+            step[in_chunk],
+            monotonic_ns[in_chunk],
+            unix_ns[in_chunk],
         )
-        return RowBatch(
-            tuple(seen_lengths),
-            columns,
-            self._gathered(list(chunks), at, first, rows) if chunks else {},
-            tuple(accounts),
-        )
+        values = self._gathered(list(chunks), in_chunk, np.array(row, np.int64)) if chunks else {}
+        return RowBatch(tuple(seen_lengths), columns, values, tuple(accounts))
 
     def _gathered(
-        self, chunks: Sequence[_Chunk], at: IntArray, first: IntArray, rows: IntArray
+        self, chunks: Sequence[_Chunk], at: IntArray, row: IntArray
     ) -> dict[Site, torch.Tensor]:
-        """The values of pieces of chunks, one piece after the other: chunk, first row and rows."""
+        """The values of rows, by the chunk that each is in and its row there."""
         for chunk in chunks:
             if chunk.copied is not None:
                 chunk.copied.synchronize()
         sizes = np.array([chunk.rows for chunk in chunks])
-        if 2 * rows.sum() < sizes.sum():  # what other requests still hold would be copied too
+        if 2 * len(at) < sizes.sum():  # what other requests still hold would be copied too
+            breaks = np.flatnonzero((np.diff(at) != 0) | (np.diff(row) != 1)) + 1
+            bounds = zip([0, *breaks.tolist()], [*breaks.tolist(), len(at)], strict=True)
             slices = [
-                (chunks[chunk], slice(start, start + count))
-                for chunk, start, count in zip(at.tolist(), first.tolist(), rows.tolist(), strict=True)
+                (chunks[int(at[start])], slice(int(row[start]), int(row[stop - 1]) + 1))
+                for start, stop in bounds
             ]
             return {
-                site: torch.cat([chunk.values[site][piece] for chunk, piece in slices])
+                site: torch.cat([chunk.values[site][rows] for chunk, rows in slices])
                 for site in self.sites
             }
-        # A slice for each piece would cost more than a second copy of all of them.
-        before = np.cumsum(rows) - rows
-        start = (np.cumsum(sizes) - sizes)[at] + first - before
-        index = np.repeat(start, rows) + np.arange(rows.sum())
-        in_order = len(index) == sizes.sum() and bool((np.diff(index) == 1).all())
+        index = (np.cumsum(sizes) - sizes)[at] + row
+        in_order = np.array_equal(index, np.arange(sizes.sum()))
+        take = torch.from_numpy(index)
         values = {}
-        for site in self.sites:
+        for site in self.sites:  # a slice of each would cost more than a second copy of all
             whole = torch.cat([chunk.values[site] for chunk in chunks])
-            values[site] = whole if in_order else whole.index_select(0, torch.from_numpy(index))
+            values[site] = whole if in_order else whole.index_select(0, take)
         return values
 
     def discard(self, owners: Sequence[str]) -> None:
@@ -253,31 +344,37 @@ class RowStore:
 
     def clear(self) -> None:
         """Forget every row."""
-        self._owners, self._chunk, self._selection, self.held_bytes = {}, None, None, 0
+        self._owners, self._chunk, self._selection, self._run = {}, None, None, None
+        self.held_bytes = 0
 
     def _end(self, key: str) -> _Owner:
         """Take an owner out; rows of a forward pass still in flight won't come in."""
+        self._end_run()
         self._ended[key] = None
         if len(self._ended) > _ENDED_REMEMBERED:
             del self._ended[next(iter(self._ended))]
         owner = self._owners.pop(key, None) or _Owner(())
-        for chunk, _, positions in owner.held:
-            self._release(chunk, len(positions))
+        for held in owner.held:
+            self._release(held, 0)
         return owner
 
     def _void(self, owner: _Owner, start: int) -> None:
         """Drop the owner's rows from position `start` on."""
         while owner.held and owner.held[-1].positions[-1] >= start:
-            chunk, first, positions = owner.held.pop()
-            kept = positions[: bisect_left(positions, start)]
-            self._release(chunk, len(positions) - len(kept))
+            held = owner.held.pop()
+            kept = bisect_left(held.positions, start)
+            self._release(held, kept)
             if kept:
-                owner.held.append(_Held(chunk, first, kept))
+                chunks = held.chunks if len(held.chunks) == 1 else held.chunks[:kept]
+                owner.held.append(_Held(chunks, held.first, held.positions[:kept]))
 
-    def _release(self, chunk: _Chunk, rows: int) -> None:
-        chunk.live -= rows
-        if not chunk.live:
-            self.held_bytes -= chunk.nbytes
+    def _release(self, held: _Held, kept: int) -> None:
+        """Let go of all but the first `kept` rows."""
+        one = len(held.chunks) == 1
+        for chunk in held.chunks if one else held.chunks[kept:]:
+            chunk.live -= len(held.positions) - kept if one else 1
+            if not chunk.live:
+                self.held_bytes -= chunk.nbytes
 
     def __len__(self) -> int:
         """How many owners were seen that were neither drained nor discarded."""

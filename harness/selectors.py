@@ -19,6 +19,7 @@ stride picks before an offset shifts: `generated[*]+1/4` shifts every fourth gen
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -193,6 +194,19 @@ def within(ranges: Sequence[range], start: int, count: int) -> Sequence[int]:
         return parts[0] if parts else ()
     widest = max(parts, key=len)
     return widest if len(widest) == count else sorted(set().union(*parts))
+
+
+def lasts(ranges: Sequence[range], position: int) -> int:
+    """For how many further positions each range answers as for this one: has it, or hasn't."""
+    return min((_lasts(reach, position) for reach in ranges), default=sys.maxsize)
+
+
+def _lasts(reach: range, position: int) -> int:
+    if not reach or position > reach[-1]:
+        return sys.maxsize
+    if position < reach[0]:
+        return reach[0] - 1 - position
+    return reach[-1] - position if reach.step == 1 else 0
 
 
 def _as_text(text: int | str) -> str:

@@ -6,13 +6,14 @@ doesn't say: which draft tokens were accepted, and which row is the last valid o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
 
-from tapcheck.layout import Segment, StepLayout
+from tapcheck.layout import Repeat, Segment, StepLayout
 from tapcheck.request import Request
 from tapcheck.sites import Site
 
@@ -41,10 +42,30 @@ class Schedule:
     steps: Mapping[str, Mapping[int, int]]
     rejected: frozenset[tuple[int, str, int]]
 
+    @functools.cached_property
+    def announced(self) -> dict[int, StepLayout | Repeat]:
+        """Each pass, by its number, as a runner adapter tells of it."""
+        told: dict[int, StepLayout | Repeat] = {}
+        repeat: Repeat | None = None
+        for before, layout in zip([None, *self.layouts], self.layouts, strict=False):
+            if before is not None and before.decodes and layout == _next(before):
+                first, ahead = (repeat.first, repeat.ahead) if repeat else (before, 0)
+                repeat = Repeat(layout.step, first, ahead + 1)
+            else:
+                repeat = None
+            told[layout.step] = repeat or layout
+        return told
+
     @property
     def seen_lengths(self) -> dict[str, int]:
         """What a drain of every request that finishes is told."""
         return {owner: request.seen_length for owner, request in self.requests.items()}
+
+
+def _next(layout: StepLayout) -> StepLayout:
+    """The pass in which each of the same requests has one row, after those of this one."""
+    moved = [segment._replace(start=segment.start + 1) for segment in layout.segments]
+    return StepLayout(layout.step + 1, tuple(moved), layout.total_rows)
 
 
 class _Sequence:
@@ -56,8 +77,9 @@ class _Sequence:
 
     ended: int | None
 
-    def __init__(self, draw: st.DrawFn, owner: str) -> None:
+    def __init__(self, draw: st.DrawFn, owner: str, calm: bool) -> None:
         self.owner = owner
+        self.calm = calm  # neither waits nor speculates nor is preempted, so that passes repeat
         self.prompt = draw(st.integers(1, 7))
         self.forced = draw(st.just(0) | st.integers(1, 3))
         self.to_sample = 1 if self.forced else draw(st.integers(1, 7))
@@ -78,12 +100,12 @@ class _Sequence:
         """Its rows in this pass, None when it has none; the sampler decides at once."""
         if self.ended is None and step == self.aborts:
             self.ended = step
-        if self.gone or step < self.joins or draw(st.integers(0, 5)) == 5:
+        if self.gone or step < self.joins or (not self.calm and draw(st.integers(0, 5)) == 5):
             return None
         resumed = self._resume(draw, block)
         left = self.known - self.computed
         decodes = left == 1 and self.computed >= self.given and not resumed
-        drafts = draw(st.integers(0, 3)) if decodes else 0
+        drafts = draw(st.integers(0, 3)) if decodes and not self.calm else 0
         rows = left - draw(st.integers(0, left - 1)) + drafts
         segment = Segment(
             self.owner, self.computed, rows, self.prompt, drafts, resumed, self.forced
@@ -93,7 +115,8 @@ class _Sequence:
 
     def _resume(self, draw: st.DrawFn, block: int) -> bool:
         """Where to go on: at the first pass and after a preemption, from what the cache holds."""
-        if self.ended is not None or (self.started and draw(st.integers(0, 3)) < 3):
+        stays = self.started and (self.calm or draw(st.integers(0, 3)) < 3)
+        if self.ended is not None or stays:
             return False
         most = (self.known - 1) // block
         cached = draw(st.integers(0, most) | st.just(most)) * block
@@ -126,16 +149,18 @@ class _Sequence:
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     """Up to four captured requests among others that nobody captures."""
-    sequences = [_Sequence(draw, f"c/{number}") for number in range(draw(st.integers(1, 4)))]
+    calm = draw(st.booleans())
+    sequences = [_Sequence(draw, f"c/{number}", calm) for number in range(draw(st.integers(1, 4)))]
     block = draw(st.integers(1, 4))
     layouts: list[StepLayout] = []
     while not all(sequence.gone for sequence in sequences):
         segments: list[Segment] = []
-        for sequence in draw(st.permutations(sequences)):
+        for sequence in sequences if calm else draw(st.permutations(sequences)):
             segment = sequence.next_segment(draw, len(layouts), block)
             segments += [segment] if segment else []
-            segments += draw(_of_others)
-        rows = sum(segment.rows for segment in segments) + draw(st.integers(0, 2))
+            segments += [] if calm else draw(_of_others)
+        padding = 1 if calm else draw(st.integers(0, 2))
+        rows = sum(segment.rows for segment in segments) + padding
         layouts.append(StepLayout(len(layouts), tuple(segments), rows))
     completed = [s for s in sequences if s.known >= s.given + s.to_sample]
     requests = {sequence.owner: sequence.finished() for sequence in completed}

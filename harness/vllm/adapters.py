@@ -6,14 +6,15 @@ contract test in tests/engine/test_adapter_contract.py that fails when its meani
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from tapcheck.errors import EngineError
-from tapcheck.layout import Segment, StepLayout
+from tapcheck.layout import Repeat, Segment, StepLayout
 
 # The keys in SamplingParams.extra_args under which a request carries its owner, and how many of
 # the tokens of its prompt are a continuation that was given. vLLM hands extra_args to the worker
@@ -21,7 +22,7 @@ from tapcheck.layout import Segment, StepLayout
 OWNER = "tapcheck_owner"
 FORCED = "tapcheck_forced"
 
-Begin = Callable[[StepLayout], None]
+Begin = Callable[[StepLayout | Repeat], None]
 End = Callable[[Any], None]
 
 
@@ -71,6 +72,19 @@ class RunnerAdapter(Protocol):
         ...
 
 
+@dataclass
+class _Decoded:
+    """A pass that decoded, after which `ahead` passes over the same slots did.
+
+    request_ids, next_starts: of each slot, vLLM's id and the position that comes next.
+    """
+
+    first: StepLayout
+    request_ids: Sequence[str]
+    next_starts: list[int]
+    ahead: int = 0
+
+
 class V1RunnerAdapter:
     """Adapter of `vllm.v1.worker.gpu_model_runner.GPUModelRunner` and its CPU subclass."""
 
@@ -82,6 +96,7 @@ class V1RunnerAdapter:
         self._runner = model_runner
         self._scheduled: Any = None
         self._step = 0
+        self._decoded: _Decoded | None = None
         self._unwatch: list[Callable[[], None]] = []
 
     @property
@@ -161,38 +176,56 @@ class V1RunnerAdapter:
             undo()
         self._unwatch = []
 
-    def _layout(self, kwargs: dict[str, Any]) -> StepLayout:
-        batch, requests, scheduled = (
-            self._runner.input_batch,
-            self._runner.requests,
-            self._scheduled,
-        )
-        counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
-        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
+    def _layout(self, kwargs: dict[str, Any]) -> StepLayout | Repeat:
+        batch, scheduled = self._runner.input_batch, self._scheduled
         # one read of the array, not one of each slot
         starts = batch.num_computed_tokens_cpu[: len(batch.req_ids)].tolist()
+        rows = int(kwargs["positions"].shape[-1])
+        step, self._step = self._step, self._step + 1
+        last = self._decoded
+        if (
+            last is not None
+            and batch.req_ids == last.request_ids
+            and not scheduled.scheduled_new_reqs
+            and not scheduled.scheduled_spec_decode_tokens
+            and not scheduled.scheduled_cached_reqs.resumed_req_ids
+            and scheduled.total_num_scheduled_tokens == len(starts)
+            and rows == last.first.total_rows
+            and starts == last.next_starts
+        ):
+            last.ahead += 1
+            last.next_starts = [start + 1 for start in starts]
+            return Repeat(step, last.first, last.ahead)
+        layout = StepLayout(step, self._segments(starts), rows)
+        self._decoded = None
+        if layout.decodes:
+            self._decoded = _Decoded(layout, [*batch.req_ids], [start + 1 for start in starts])
+        return layout
+
+    def _segments(self, starts: list[int]) -> tuple[Segment, ...]:
+        """The rows of each slot of the batch, whose rows start at these positions."""
+        scheduled = self._scheduled
+        counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
+        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
         segments = []
-        for start, request_id in zip(starts, batch.req_ids, strict=True):
-            state = requests[request_id]
+        for start, request_id in zip(starts, self._runner.input_batch.req_ids, strict=True):
+            state = self._runner.requests[request_id]
             params = state.sampling_params
             owner, forced = None, 0
             if params is not None and params.extra_args:
                 owner, forced = params.extra_args.get(OWNER), params.extra_args.get(FORCED, 0)
-            # positional, which is half the time: owner, start, rows, prompt_length, drafts, ...
             segments.append(
                 Segment(
-                    owner,
-                    start,
-                    counts[request_id],
-                    state.num_prompt_tokens - forced,
-                    len(drafts[request_id]) if request_id in drafts else 0,
-                    request_id in resumed,
-                    forced,
+                    owner=owner,
+                    start=start,
+                    rows=counts[request_id],
+                    prompt_length=state.num_prompt_tokens - forced,
+                    drafts=len(drafts[request_id]) if request_id in drafts else 0,
+                    resumed=request_id in resumed,
+                    forced=forced,
                 )
             )
-        layout = StepLayout(self._step, tuple(segments), int(kwargs["positions"].shape[-1]))
-        self._step += 1
-        return layout
+        return tuple(segments)
 
 
 def adapter_for(worker: Any) -> RunnerAdapter:

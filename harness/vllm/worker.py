@@ -17,7 +17,7 @@ from tapcheck.anatomy import Anatomy, find_anatomy
 from tapcheck.contract import LayerContract, Source, Tensors, observe, solve
 from tapcheck.errors import CaptureError, EngineError
 from tapcheck.handover import Sender
-from tapcheck.layout import StepLayout
+from tapcheck.layout import Repeat, StepLayout
 from tapcheck.rowstore import RowStore
 from tapcheck.selectors import parse_selectors
 from tapcheck.sites import Site, parse_sites
@@ -38,6 +38,7 @@ class WorkerTaps:
         self._store: RowStore | None = None
         self._handles: list[RemovableHandle] = []
         self._failure: Exception | None = None
+        self._taps_logits = False
         self.sender = Sender()
 
     @functools.cached_property
@@ -68,6 +69,7 @@ class WorkerTaps:
         store = RowStore(mine, parse_selectors(select), max_bytes)
         self.uninstall()
         self._store, self._failure = store, None
+        self._taps_logits = LOGITS in mine
         self._handles = attach(plan, self._put)
         self.adapter.watch(self._begin, self._end)
         return [str(site) for site in mine]
@@ -100,11 +102,11 @@ class WorkerTaps:
         self._failure = error
         store.clear()
 
-    def _begin(self, layout: StepLayout) -> None:
+    def _begin(self, step: StepLayout | Repeat) -> None:
         store = self._store
         if store is not None and self._failure is None:
             try:
-                store.begin_step(layout, self.adapter.device)
+                store.begin_step(step, self.adapter.device)
             except Exception as error:
                 self._fail(store, error)
 
@@ -125,7 +127,7 @@ class WorkerTaps:
                 self._fail(store, error)
 
     def _close_step(self, store: RowStore, output: Any) -> None:
-        if LOGITS in store.sites:
+        if self._taps_logits:
             hidden = output if isinstance(output, torch.Tensor) else output[0]
             logits = self.adapter.compute_logits(store.selected(hidden))
             if logits is None:

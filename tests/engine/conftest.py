@@ -11,7 +11,7 @@ import pytest
 
 from tapcheck.checks.suite import make_requests
 from tapcheck.fixtures.pool import EnginePool
-from tapcheck.layout import StepLayout
+from tapcheck.layout import Repeat, StepLayout
 from tapcheck.request import Request
 from tapcheck.vllm.backend import VLLMBackend
 
@@ -46,9 +46,9 @@ def layouts(
         seen: list[StepLayout] = []
         begin = WorkerTaps._begin
 
-        def both(taps: WorkerTaps, layout: StepLayout) -> None:
-            seen.append(layout)
-            begin(taps, layout)
+        def both(taps: WorkerTaps, step: StepLayout | Repeat) -> None:
+            seen.append(step.layout if isinstance(step, Repeat) else step)
+            begin(taps, step)
 
         with monkeypatch.context() as patch:
             patch.setattr(WorkerTaps, "_begin", both)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tapcheck.fixtures.pool import EnginePool
-from tapcheck.layout import StepLayout
+from tapcheck.layout import Repeat, StepLayout
 from tapcheck.request import Request
 from tapcheck.vllm.adapters import OWNER, V1RunnerAdapter, find_embedding
 from tapcheck.vllm.backend import VLLMBackend
@@ -28,12 +28,16 @@ class Witness:
         self.core: Any = engine._llm.llm_engine.engine_core.engine_core
         self.runner: Any = self.core.model_executor.driver_worker.worker.model_runner
         self.adapter = V1RunnerAdapter(self.runner)
-        self.layouts: list[StepLayout] = []
+        self.announced: list[StepLayout | Repeat] = []
         self.calls: list[tuple[list[int], list[int]]] = []
         self.ended = 0
 
+    @property
+    def layouts(self) -> list[StepLayout]:
+        return [at.layout if isinstance(at, Repeat) else at for at in self.announced]
+
     def __enter__(self) -> Witness:
-        self.adapter.watch(self.layouts.append, self._end)
+        self.adapter.watch(self.announced.append, self._end)
         self._handle = self.adapter.model.register_forward_pre_hook(self._see, with_kwargs=True)
         return self
 
@@ -52,7 +56,7 @@ def test_owner_position_and_order_of_every_row_are_those_of_the_forward_pass(
     engine: VLLMBackend, requests: list[Request]
 ) -> None:
     with Witness(engine) as witness:
-        capture = engine.capture(requests, ["embed"], max_new_tokens=5)
+        capture = engine.capture(requests, ["embed"], max_new_tokens=9)
     tokens = {request.token_ids: 0 for request in capture.requests}
     by_owner: dict[str, dict[int, int]] = {}
     assert len(witness.layouts) == len(witness.calls) == witness.ended > 5
@@ -72,6 +76,8 @@ def test_owner_position_and_order_of_every_row_are_those_of_the_forward_pass(
         assert len(matching) == 1, f"an owner's rows are not one request's tokens: {fed}"
         tokens[matching[0]] += 1
     assert set(tokens.values()) == {1}
+    # once all decode together a pass is told of as a repeat, and those say what the others do
+    assert sum(isinstance(each, Repeat) for each in witness.announced) >= 4
 
 
 def test_prompt_lengths_are_those_of_the_prompts(

@@ -19,7 +19,7 @@ import torch
 
 from tapcheck import interleave, rowstore, runs, selectors, transport
 from tapcheck.errors import TapcheckError
-from tapcheck.layout import Account, PassKind, Progress, Segment, StepLayout
+from tapcheck.layout import Account, PassKind, Progress, Repeat, Segment, StepLayout
 from tapcheck.request import Request
 from tapcheck.rowstore import RowStore
 
@@ -40,6 +40,7 @@ RANKS = test_delivery.test_one_bit_that_differs_between_ranks_is_named
 TURNS = test_interleave.test_no_request_waits_for_more_than_one_row_of_each_other
 OWN_ORDER = test_interleave.test_every_row_has_its_turn_once_and_each_request_keeps_its_order
 BACK = test_interleave.test_drained_rows_interleaved_and_put_back_are_as_they_were
+LASTING = test_selectors.test_a_range_lasts_exactly_as_long_as_it_answers_alike
 RESOLVED = test_selectors.test_resolving_agrees_with_brute_force
 REACHED = test_selectors.test_a_candidate_is_selected_at_some_length
 KEPT = test_selectors.test_what_resolves_was_a_candidate
@@ -57,17 +58,27 @@ class Broken:
     replacement: Any
 
 
+def runs_told_to_nobody(store: RowStore) -> None:
+    store._run = None
+
+
 def with_segments(change: Callable[[Segment], Segment]) -> Callable[..., None]:
     """A `begin_step` that is told other segments than the pass has."""
     begin_step = RowStore.begin_step
 
-    def broken(store: RowStore, at: StepLayout, device: torch.device) -> None:
+    def broken(store: RowStore, step: StepLayout | Repeat, device: torch.device) -> None:
+        at = spelled_out(step)
         begin_step(store, replace(at, segments=tuple(map(change, at.segments))), device)
 
     return broken
 
 
-def swapped_owners(store: RowStore, at: StepLayout, device: torch.device) -> None:
+def spelled_out(step: StepLayout | Repeat) -> StepLayout:
+    return step.layout if isinstance(step, Repeat) else step
+
+
+def swapped_owners(store: RowStore, step: StepLayout | Repeat, device: torch.device) -> None:
+    at = spelled_out(step)
     owners = [segment.owner for segment in reversed(at.segments)]
     pairs = zip(at.segments, owners, strict=True)
     BEGIN_STEP(store, replace(at, segments=tuple(s._replace(owner=o) for s, o in pairs)), device)
@@ -157,6 +168,7 @@ def backwards(columns: Any) -> Any:
 
 
 BEGIN_STEP, END = RowStore.begin_step, RowStore._end
+GATHERED, LASTS = RowStore._gathered, selectors._lasts
 VOID, INIT = RowStore._void, RowStore.__init__
 ADVANCE, WITHIN = Progress.advance, selectors.within
 PACK, UNPACK, MERGE = transport.pack, transport.unpack, transport.merge
@@ -206,12 +218,23 @@ BROKEN = [
     Broken("last row dropped", DELIVERED, RowStore, "drain", with_seen_lengths(-1)),
     Broken("row after the stop kept", DELIVERED, RowStore, "drain", with_seen_lengths(1)),
     Broken(
-        "drained rows unordered",
-        DELIVERED, rowstore, "by_request", lambda columns: np.arange(len(columns)),
+        "drained rows gathered from the wrong places",
+        DELIVERED, RowStore, "_gathered",
+        lambda store, chunks, at, row: GATHERED(store, chunks, at, row[::-1].copy()),
+    ),
+    Broken("selectors forgotten in a run", DELIVERED, rowstore, "lasts", lambda *_: 99),
+    Broken("a run's rows lost", DELIVERED, RowStore, "_end_run", runs_told_to_nobody),
+    Broken(
+        "a run's passes uncounted", COUNTED, Progress, "decode",
+        lambda progress, passes, kind: setattr(progress, "end", progress.end + passes),
+    ),
+    Broken(
+        "a range taken to last", LASTING, selectors, "_lasts",
+        lambda reach, position: LASTS(reach, position) + 1,
     ),
     Broken("rows of an ended request taken", DRAINS, RowStore, "_end", forgets_the_end),
     Broken(
-        "bytes never given back", HELD, RowStore, "_release", lambda store, chunk, rows: None
+        "bytes never given back", HELD, RowStore, "_release", lambda store, held, kept: None
     ),
     Broken(
         "limit ignored",

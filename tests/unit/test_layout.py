@@ -17,13 +17,14 @@ from tapcheck.rowstore import RowStore
 def accounts(schedule: Schedule, *, extra: bool = True) -> dict[str, Account]:
     """The account of every request that finishes, drained at once or, as `extra`, at the end."""
     store = RowStore((), ())
+    announced = schedule.announced
     done = {}
     for ran in range(len(schedule.layouts) + 1):
         for owner, seen in schedule.seen_lengths.items():
             if ran == (len(schedule.layouts) if extra else schedule.ends[owner]):
                 done[owner] = store.drain({owner: seen}).accounts[0]
         if ran < len(schedule.layouts):
-            store.begin_step(schedule.layouts[ran], CPU)
+            store.begin_step(announced[ran], CPU)
             store.end_step()
     return done
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from schedules import CPU, ROW_BYTES, SITES, Schedule, bits, forward, read_bits, schedules
 from strategies import candidates, selectors
 
 from tapcheck.errors import CaptureError, SelectorError
-from tapcheck.layout import Segment, StepLayout
+from tapcheck.layout import Repeat, Segment, StepLayout
 from tapcheck.rowstore import RowStore
 from tapcheck.selectors import Selector, parse_selectors, resolve
 from tapcheck.transport import RowBatch
@@ -23,7 +23,7 @@ some_selectors = st.just(ALL) | st.lists(selectors, min_size=1, max_size=3).map(
 
 def run_step(store: RowStore, schedule: Schedule, layout: StepLayout) -> None:
     """Play a forward pass of the schedule."""
-    store.begin_step(layout, CPU)
+    store.begin_step(schedule.announced[layout.step], CPU)
     for site in store.sites:
         rows = forward(schedule, layout, site)
         store.put(site, [rows])
@@ -280,13 +280,16 @@ def test_a_step_without_rows_of_ours_keeps_nothing() -> None:
     assert len(store.drain({"1": 4}).columns) == 0
 
 
-def test_a_request_that_leaves_while_its_step_is_open_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_request_that_leaves_while_its_step_is_open_leaves_nothing_behind(after: int) -> None:
     store = RowStore(SITES, ALL)
     layout = StepLayout(0, (Segment("1", 0, 2, 2),), 2)
     store.begin_step(layout, CPU)
-    store.discard(["1"])
-    for site in SITES:
+    for puts, site in enumerate(SITES):
+        if puts == after:
+            store.discard(["1"])
         store.put(site, [torch.zeros(2, 2)])
+    store.discard(["1"])
     store.end_step()
     assert store.held_bytes == len(store) == 0
 
@@ -319,3 +322,26 @@ def test_a_forward_still_in_flight_when_its_request_ended_leaves_no_rows(end: st
     run_one(store, StepLayout(1, (Segment("1", 2, 1, 2), Segment("2", 0, 1, 1)), 2))
     assert len(store) == 1
     assert store.drain({"2": 1}).columns.position.tolist() == [0]
+
+
+def test_a_repeat_of_a_pass_that_this_store_did_not_see_is_taken_by_itself() -> None:
+    store = RowStore(SITES, ALL)
+    first = StepLayout(3, (Segment("1", 4, 1, 4),), 1)
+    repeat = Repeat(8, first, 5)
+    store.begin_step(repeat, CPU)
+    for site in SITES:
+        store.put(site, [forward(Schedule((), {}, {}, {}, frozenset()), repeat.layout, site)])
+    store.end_step()
+    assert store.drain({"1": 10}).columns.position.tolist() == [9]
+
+
+def test_the_schedules_repeat_passes_and_end_such_runs_in_every_way() -> None:
+    looking = settings(derandomize=True, database=None, phases=[Phase.generate], max_examples=500)
+
+    def repeats(schedule: Schedule) -> list[int]:
+        return [at.ahead for at in schedule.announced.values() if isinstance(at, Repeat)]
+
+    def again(schedule: Schedule) -> bool:
+        return repeats(schedule).count(1) > 1 and max(repeats(schedule)) > 2
+
+    assert again(find(schedules(), again, settings=looking))

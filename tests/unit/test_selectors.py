@@ -12,6 +12,7 @@ from tapcheck.selectors import (
     ACCEPTED_FORMS,
     Selector,
     format_selector,
+    lasts,
     parse_selector,
     parse_selectors,
     resolve,
@@ -46,6 +47,15 @@ def brute_force(selector: Selector, request: Request) -> list[int]:
     except IndexError:
         return []  # there is nothing to shift
     return [at for at in landed if 0 <= at < request.seen_length]
+
+
+@given(st.builds(range, *[st.integers(0, 12)] * 2, st.integers(1, 3)), st.integers(0, 12))
+def test_a_range_lasts_exactly_as_long_as_it_answers_alike(reach: range, position: int) -> None:
+    alike = [(at in reach) == (position in reach) for at in range(position + 1, 40)]
+    further = alike.index(False) if False in alike else len(alike)
+    if reach.step == 1 or position not in range(reach.start, reach.stop):
+        assert min(lasts([reach], position), len(alike)) == further
+    assert lasts([reach, range(position, position)], position) <= further or further == len(alike)
 
 
 @given(selectors)
