@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from tapcheck.checks.ledger import Ledger
+from tapcheck.checks.noise_floor import SiteFloor
+from tapcheck.checks.numerics import FloatArray, IntArray
 from tapcheck.sites import Site
 
 TokenKind = Literal["missing request", "unexpected request", "prompt length", "token ids"]
@@ -22,18 +26,53 @@ class TokenProblem:
     reason: str
 
 
+@dataclass(frozen=True, eq=False)
+class RowErrors:
+    """The compared rows of one site, ordered by request and position; arrays of shape [rows].
+
+    request: index into `Comparison.request_ids`. relative_error, cosine, norm_ratio: as in
+    `tapcheck.checks.numerics`, against the expected row or, with a reference, against its row.
+    allowed: the largest relative error that passes. floor: see `tapcheck.checks.noise_floor`;
+    None under a fixed tolerance.
+    """
+
+    request: IntArray
+    position: IntArray
+    relative_error: FloatArray
+    cosine: FloatArray
+    norm_ratio: FloatArray
+    allowed: FloatArray
+    floor: FloatArray | None = None
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    @property
+    def ratio(self) -> FloatArray:
+        """Each relative error over what is allowed, shape [rows]; above 1, or NaN, fails."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.relative_error == 0, 0.0, self.relative_error / self.allowed)
+
+    @property
+    def failing(self) -> IntArray:
+        """The indices of the rows beyond what they may be off; one that isn't finite is."""
+        return np.flatnonzero(~(self.relative_error <= self.allowed))
+
+
 @dataclass(frozen=True)
 class RowDifference:
-    """One pair of rows, in the metrics of `tapcheck.checks.numerics`.
+    """One pair of rows, in the metrics of `tapcheck.checks.numerics`, and what was allowed.
 
-    `feature` is where the largest absolute difference is (or the first value that isn't finite),
-    `actual_value` and `expected_value` are the two values there.
+    With a reference the relative error, cosine and norm ratio are against its row; the largest
+    difference is against the expected row in either case. `feature` is where that is (or the first
+    value that isn't finite), `actual_value` and `expected_value` are the two values there.
     """
 
     request_id: str
     site: Site
     position: int
     relative_error: float
+    allowed: float
     cosine: float
     norm_ratio: float
     max_abs_diff: float
@@ -48,12 +87,14 @@ class RowDifference:
 class SiteSummary:
     """The numbers of one site, over the rows that both captures have.
 
-    `rows` were compared and `failing` of them exceed `rtol`. `first` is the first failing row in
-    order of request and position, `worst` the row with the largest relative error (one with NaN
-    or Inf before any other). Cosine, norm ratios and the largest absolute difference, with its
-    feature, leave out rows that aren't finite; they are NaN, and None, where no row is left.
-    Where `actual_width` and `expected_width` differ nothing is compared: every row fails, `rows`
-    is 0, `first` and `worst` are None.
+    `rows` were compared and `failing` of them are further off than they may be: `rtol` or, where
+    that is None, what the noise floor allows each. `floor` is the site as a whole against its
+    noise floor, None under a fixed tolerance or where a row isn't finite. `first` is the first
+    failing row in order of request and position, `worst` the row with the largest relative error,
+    by what it is allowed (one with NaN or Inf before any other). Cosine, norm ratios and the
+    largest absolute difference, with its feature, leave out rows that aren't finite; they are NaN,
+    and None, where no row is left. Where `actual_width` and `expected_width` differ nothing is
+    compared: every row fails, `rows` is 0, `first`, `worst` and `errors` are None.
     """
 
     site: Site
@@ -61,9 +102,11 @@ class SiteSummary:
     expected_dtype: str
     actual_width: int
     expected_width: int
-    rtol: float
+    rtol: float | None
     rows: int
     failing: int
+    errors: RowErrors | None = field(compare=False)
+    floor: SiteFloor | None
     first: RowDifference | None
     worst: RowDifference | None
     min_cosine: float
@@ -75,9 +118,20 @@ class SiteSummary:
     inf_count: int
 
     @property
+    def passed(self) -> bool:
+        """Whether every row is within what it may be off, and the site as a whole too."""
+        return not self.failing and (self.floor is None or self.floor.passed)
+
+    @property
     def worst_relative_error(self) -> float:
         """The largest relative error of any row; NaN when there is none, or a row isn't finite."""
-        return self.worst.relative_error if self.worst else math.nan
+        errors = self.errors
+        return float(errors.relative_error.max()) if errors and len(errors) else math.nan
+
+    @property
+    def worst_ratio(self) -> float:
+        """The largest relative error of any row over what it is allowed; NaN as above."""
+        return float(self.errors.ratio.max()) if self.errors and len(self.errors) else math.nan
 
 
 @dataclass(frozen=True)
@@ -86,11 +140,13 @@ class Comparison:
 
     The ledger holds the expected capture's rows against the actual capture's. `sites` are in
     execution order. `explanation` says which rows the failing ones equal, where one was found.
+    `request_ids` are what the rows' request numbers stand for.
     """
 
     token_problems: tuple[TokenProblem, ...]
     ledger: Ledger
     sites: tuple[SiteSummary, ...]
+    request_ids: tuple[str, ...]
     explanation: str | None = None
 
     @property
@@ -124,16 +180,19 @@ class Comparison:
 
     @property
     def failing_sites(self) -> tuple[SiteSummary, ...]:
-        """The sites with a row beyond its tolerance, in execution order."""
-        return tuple(site for site in self.sites if site.failing)
+        """The sites with a row, or as a whole, beyond tolerance, in execution order."""
+        return tuple(site for site in self.sites if not site.passed)
 
     @property
     def first_divergence(self) -> RowDifference | None:
         """The first failing row: of the first site in execution order, by request and position.
 
-        None also when that site's rows have different widths.
+        The worst row of a site that fails as a whole only. None also when that site's rows have
+        different widths.
         """
-        return self.failing_sites[0].first if self.failing_sites else None
+        if not self.failing_sites:
+            return None
+        return self.failing_sites[0].first or self.failing_sites[0].worst
 
     @property
     def worst_relative_error(self) -> float:
@@ -142,8 +201,17 @@ class Comparison:
         return max(errors) if errors and not any(map(math.isnan, errors)) else math.nan
 
     @property
+    def worst_ratio(self) -> float:
+        """The largest error of any row over what it is allowed; NaN as above. Above 1 fails."""
+        ratios = [site.worst_ratio for site in self.sites if site.rows or site.failing]
+        return max(ratios) if ratios and not any(map(math.isnan, ratios)) else math.nan
+
+    @property
     def smallest_passing_rtol(self) -> float | None:
-        """The smallest rtol with which the comparison passes; None when none below 1 does."""
+        """The smallest rtol with which the comparison passes; None when none below 1 does.
+
+        With a reference, the fixed tolerance of errors against it.
+        """
         worst = self.worst_relative_error
         possible = not self.token_problems and self.ledger.complete and not self.empty_sites
         return worst if possible and worst < 1 else None

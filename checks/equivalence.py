@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import numpy as np
 
-from tapcheck.capture import Capture, IntArray
+from tapcheck.capture import Capture, IntArray, SiteRows
 from tapcheck.checks import comparison_listeners, hints
 from tapcheck.checks.comparison import Comparison, SiteSummary
 from tapcheck.checks.ledger import Ledger, LedgerEntry, RowBook, cached_positions
 from tapcheck.checks.message import explain
 from tapcheck.checks.pairing import FailingRows, Pairs
 from tapcheck.checks.tokens import compare_tokens
-from tapcheck.checks.tolerances import check_rtol
+from tapcheck.checks.tolerances import ToleranceError, check_rtol
 from tapcheck.sites import Site
 
 __all__ = ["Comparison", "assert_captures_match", "compare_captures"]
 
 
 def assert_captures_match(
-    actual: Capture, expected: Capture, *, rtol: float | None = None
+    actual: Capture,
+    expected: Capture,
+    *,
+    rtol: float | None = None,
+    reference: Capture | None = None,
 ) -> Comparison:
     """Raise AssertionError, with everything that differs, unless `actual` matches `expected`.
 
     `rtol` is the largest relative error a row may have; None takes the fixed tolerance of each
-    site's dtype. Returns the comparison. Raises ToleranceError for an rtol outside [0, 1).
+    site's dtype. With a `reference`, the same tokens in a wider dtype, each row may be as far from
+    it as the expected capture's own error there allows: see `tapcheck.checks.noise_floor`. Returns
+    the comparison. Raises ToleranceError for an rtol outside [0, 1), or a reference that can't
+    serve.
     """
     __tracebackhide__ = True
-    comparison = compare_captures(actual, expected, rtol=rtol)
+    comparison = compare_captures(actual, expected, rtol=rtol, reference=reference)
     for listener in comparison_listeners:
         listener(comparison)
     if not comparison.passed:
@@ -35,19 +42,25 @@ def assert_captures_match(
 
 
 def compare_captures(
-    actual: Capture, expected: Capture, *, rtol: float | None = None
+    actual: Capture,
+    expected: Capture,
+    *,
+    rtol: float | None = None,
+    reference: Capture | None = None,
 ) -> Comparison:
     """Compare every (request, site, position) of two captures, one site in memory at a time.
 
     Tokens, rows and values are all judged, whatever was found before. Positions that `actual`
-    lists as read from a prefix cache are not due. `rtol` as in `assert_captures_match`. Raises
-    ToleranceError for an rtol outside [0, 1), or for a dtype without a fixed tolerance when rtol
-    is None.
+    lists as read from a prefix cache are not due. `rtol` and `reference` as in
+    `assert_captures_match`. Raises ToleranceError for an rtol outside [0, 1), for a reference that
+    has other tokens, lacks a row or is in no wider dtype, for both of them, or for a dtype without
+    a fixed tolerance when there is neither.
     """
     if rtol is not None:
         check_rtol(rtol)
     book = RowBook.open(expected.requests, actual.requests, cached_positions(actual))
-    reference = RowBook.open(expected.requests, expected.requests)
+    own_book = RowBook.open(expected.requests, expected.requests)
+    wide_book = None if reference is None else _reference_book(reference, expected, rtol)
     entries: list[LedgerEntry] = []
     summaries: list[SiteSummary] = []
     due = delivered = 0
@@ -56,8 +69,8 @@ def compare_captures(
         mine, theirs = actual.rows.get(site), expected.rows.get(site)
         expected_keys = np.empty(0, np.int64)
         if theirs is not None:
-            expected_keys = reference.delivered_keys(theirs.columns)
-            entries += _duplicated_in_expected(site, expected_keys, reference)
+            expected_keys = own_book.delivered_keys(theirs.columns)
+            entries += _duplicated_in_expected(site, expected_keys, own_book)
         distinct = book.computed(np.unique(expected_keys))
         due += len(distinct)
         delivered += 0 if mine is None else len(mine)
@@ -65,17 +78,46 @@ def compare_captures(
         if mine is None or theirs is None:
             continue
         pairs = Pairs.match(site, mine, theirs, book, expected_keys)
-        summary, metrics = pairs.judge(rtol)
+        if reference is not None and wide_book is not None:
+            pairs = pairs.against(*_rows_at(site, reference, wide_book))
+        summary = pairs.judge(rtol)
         summaries.append(summary)
-        if failing is None and summary.failing:
-            failing = pairs.sample_failing(metrics, summary.rtol, hints.SAMPLE)
+        if failing is None and not summary.passed and summary.errors is not None:
+            failing = pairs.sample_failing(summary.errors, hints.SAMPLE)
     explanation = hints.explain(failing, expected) if failing else None
     return Comparison(
         token_problems=tuple(compare_tokens(actual.requests, expected.requests)),
         ledger=Ledger(due, delivered, tuple(entries), book.cached),
         sites=tuple(summaries),
+        request_ids=tuple(request.id for request in book.requests),
         explanation=explanation,
     )
+
+
+def _reference_book(reference: Capture, expected: Capture, rtol: float | None) -> RowBook:
+    """A book of the reference's rows; raises ToleranceError when it can't be a reference."""
+    if rtol is not None:
+        raise ToleranceError(
+            f"rtol={rtol!r} and a reference were given: the reference sets what each row may be "
+            "off, so give one of the two"
+        )
+    problems = list(compare_tokens(reference.requests, expected.requests))
+    if problems:
+        raise ToleranceError(
+            f"the reference is of other tokens than the expected capture: request "
+            f"{problems[0].request_id!r}: {problems[0].reason}. Capture it on the same requests"
+        )
+    return RowBook.open(expected.requests, reference.requests)
+
+
+def _rows_at(site: Site, reference: Capture, book: RowBook) -> tuple[SiteRows, IntArray]:
+    """The reference's rows at a site, and their keys."""
+    if site not in reference.rows:
+        raise ToleranceError(
+            f"the reference lacks site {site}: capture it at every site that is compared"
+        )
+    rows = reference.rows[site]
+    return rows, book.delivered_keys(rows.columns)
 
 
 def _duplicated_in_expected(site: Site, keys: IntArray, book: RowBook) -> list[LedgerEntry]:

@@ -187,6 +187,11 @@ class RowBook:
         number, position = divmod(int(key), _STRIDE)
         return self.requests[number], position - _STRIDE // 2
 
+    def owners(self, keys: IntArray) -> tuple[IntArray, IntArray]:
+        """The numbers of the requests, and the positions, of keys."""
+        number, position = np.divmod(keys, _STRIDE)
+        return number, position - _STRIDE // 2
+
     def delivered_keys(self, columns: Columns) -> IntArray:
         """The keys of a site's rows in the capture."""
         number = np.array(self.number, np.int64)

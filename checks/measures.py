@@ -43,13 +43,22 @@ def comparison_result(
     comparison: Comparison,
     *conditions: Condition,
     metrics: Metrics | None = None,
+    note: str = "",
 ) -> CheckResult:
-    """The result of a check that passes when a comparison does, and `conditions` hold too."""
-    limit = max((site.rtol for site in comparison.sites), default=0.0)
+    """The result of a check that passes when a comparison does, and `conditions` hold too.
+
+    `note` is added to the reason.
+    """
+    limits = [site.rtol for site in comparison.sites if site.rtol is not None]
+    tolerance = (
+        Condition("worst_relative_error", "<=", max(limits, default=0.0))
+        if limits or not comparison.sites
+        else Condition("worst_ratio", "<=", 1)
+    )
     first = comparison.first_divergence or next(iter(comparison.ledger.entries), None)
     return completed(
         judge,
-        explain(comparison).splitlines()[0],
+        "; ".join(filter(None, (explain(comparison).splitlines()[0], note))),
         {
             "rows_due": comparison.rows_due,
             "rows_compared": comparison.rows_compared,
@@ -58,6 +67,7 @@ def comparison_result(
             "token_problems": len(comparison.token_problems),
             "ledger_problems": len(comparison.ledger.entries),
             "worst_relative_error": comparison.worst_relative_error,
+            **_noise_metrics(comparison),
             **(metrics or {}),
         },
         Condition("rows_compared", ">=", 1),
@@ -65,10 +75,23 @@ def comparison_result(
         Condition("token_problems", "==", 0),
         Condition("ledger_problems", "==", 0),
         Condition("failing_sites", "==", 0),
-        Condition("worst_relative_error", "<=", limit),
+        tolerance,
         *conditions,
         first=where(first) if first else None,
     )
+
+
+def _noise_metrics(comparison: Comparison) -> dict[str, float]:
+    """How far a comparison with a reference was from its limits; empty under a fixed tolerance."""
+    floors = [site.floor for site in comparison.sites if site.floor is not None]
+    if not floors:
+        return {}
+    return {
+        "worst_ratio": comparison.worst_ratio,
+        "worst_site_median": max(floor.median_ratio for floor in floors),
+        "worst_site_bias": max(abs(floor.bias) for floor in floors),
+        "largest_noise_floor": max(floor.median_floor for floor in floors),
+    }
 
 
 def near_the_largest(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from tabulate import tabulate
 
 from tapcheck.checks.comparison import Comparison, RowDifference, SiteSummary, TokenProblem
 from tapcheck.checks.ledger import KINDS, Ledger, LedgerEntry
+from tapcheck.checks.noise_floor import SiteFloor
 
 MAX_TOKEN_PROBLEMS = 5
 MAX_LEDGER_LINES = 8
@@ -38,12 +39,25 @@ def where(entry: LedgerEntry | RowDifference) -> str:
 
 
 def _passed(comparison: Comparison) -> str:
-    limits = sorted({site.rtol for site in comparison.sites})
+    limits = sorted({site.rtol for site in comparison.sites if site.rtol is not None})
+    allowed = f", allowed {' and '.join(f'{x:.2g}' for x in limits)}" if limits else ""
     return (
         f"captures match: {comparison.rows_compared:,} rows at "
         f"{_count(len(comparison.sites), 'site')}, worst relative error "
-        f"{comparison.worst_relative_error:.2g}, allowed {' and '.join(f'{x:.2g}' for x in limits)}"
+        f"{comparison.worst_relative_error:.2g}{allowed}{_noise(comparison)}"
         f"{_cached(comparison.ledger)}"
+    )
+
+
+def _noise(comparison: Comparison) -> str:
+    """How near the noise floor a comparison with a reference was."""
+    floors = [site.floor for site in comparison.sites if site.floor is not None]
+    if not floors:
+        return ""
+    worst = max(floors, key=lambda floor: floor.median_ratio / floor.median_limit)
+    return (
+        f", the worst row at {comparison.worst_ratio:.0%} of what the noise floor allows it, the "
+        f"median row of a site at most {worst.median_ratio:.2f} floors off"
     )
 
 
@@ -73,10 +87,29 @@ def _headline(comparison: Comparison) -> str:
     if site.first is None:
         return f"captures differ: {_widths(site)}"
     row = site.first
-    what = f"the relative error is {row.relative_error:.3g}, {site.rtol:.3g} is allowed"
+    what = f"the relative error is {row.relative_error:.3g}, {row.allowed:.3g} is allowed"
     if row.nan_count or row.inf_count:
         what = _nonfinite(row)
+    elif not site.failing and site.floor is not None:
+        return f"captures differ: site {site.site} as a whole is wrong: {_as_a_whole(site.floor)}"
     return f"captures differ: {where(row)} is the first wrong row: {what}"
+
+
+def _as_a_whole(floor: SiteFloor) -> str:
+    """Which of a site's medians is beyond its limit."""
+    parts = []
+    if floor.median_ratio > floor.median_limit:
+        parts.append(
+            f"the median row is {floor.median_ratio:.2f} noise floors off, "
+            f"{floor.median_limit:.2f} is allowed"
+        )
+    if abs(floor.bias) > floor.bias_limit:
+        side = "large" if floor.bias > 0 else "small"
+        parts.append(
+            f"norms are {abs(floor.bias):.2f} noise floors too {side} "
+            f"({floor.bias * floor.median_floor:+.2%}), {floor.bias_limit:.2f} is allowed"
+        )
+    return f"{' and '.join(parts)} (over {floor.rows:,} rows, of which none fails alone)"
 
 
 def _widths(site: SiteSummary) -> str:
@@ -172,7 +205,7 @@ def _divergence_lines(comparison: Comparison) -> list[str]:
         return [*lines, f"  {_nonfinite(row)}"]
     return [
         *lines,
-        f"  relative L2 error      {row.relative_error:.6g}, allowed {site.rtol:.6g}",
+        f"  relative L2 error      {row.relative_error:.6g}, allowed {row.allowed:.6g}",
         f"  cosine                 {row.cosine:.9f}",
         f"  norm, actual/expected  {row.norm_ratio:.6g}",
         f"  largest difference     {row.max_abs_diff:.6g} at feature {row.feature}: "
@@ -191,6 +224,7 @@ def _site_table(failing: Sequence[SiteSummary]) -> list[str]:
             "worst error": f"{worst.relative_error:.2e}",
             "in": f"{worst.request_id!r} at {worst.position}",
             "min cosine": f"{site.min_cosine:.6f}",
+            **({"floors off": f"{site.floor.median_ratio:.2f}"} if site.floor else {}),
             "norm ratio": f"{site.min_norm_ratio:.4g} .. {site.max_norm_ratio:.4g}",
             "max |difference|": f"{site.max_abs_diff:.3g}[{site.max_abs_feature}]",
             "NaN, Inf": f"{site.nan_count:,}, {site.inf_count:,}",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from tapcheck.capture import IntArray, SiteRows
-from tapcheck.checks.comparison import RowDifference, SiteSummary
+from tapcheck.checks.comparison import RowDifference, RowErrors, SiteSummary
 from tapcheck.checks.ledger import RowBook
+from tapcheck.checks.noise_floor import SiteFloor, allowances, row_floors, site_floor
 from tapcheck.checks.numerics import FloatArray, RowMetrics, row_metrics
-from tapcheck.checks.tolerances import default_rtol, dtype_name
+from tapcheck.checks.tolerances import ToleranceError, default_rtol, dtype_name
 from tapcheck.sites import Site
 
 
@@ -20,8 +22,8 @@ from tapcheck.sites import Site
 class FailingRows:
     """Some of the rows that fail at one site, the first of them included.
 
-    request_ids, positions and relative_error have n entries; values are the actual capture's,
-    widened, of shape [n, width].
+    request_ids, positions, relative_error and allowed have n entries; values are the actual
+    capture's, widened, of shape [n, width].
     """
 
     site: Site
@@ -29,7 +31,7 @@ class FailingRows:
     positions: IntArray
     values: torch.Tensor
     relative_error: FloatArray
-    rtol: float
+    allowed: FloatArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +39,8 @@ class Pairs:
     """The rows of one site that both captures have, by request and position.
 
     Pair i is row `left[i]` of `actual` and row `right[i]` of `expected`, with key `keys[i]` in
-    the book; of a row that was delivered twice it is the first copy.
+    the book; of a row that was delivered twice it is the first copy. With a reference, row
+    `wide[i]` of it is what both are held against.
     """
 
     site: Site
@@ -47,6 +50,8 @@ class Pairs:
     keys: IntArray
     left: IntArray
     right: IntArray
+    reference: SiteRows | None = None
+    wide: IntArray | None = None
 
     @classmethod
     def match(
@@ -62,23 +67,52 @@ class Pairs:
         keys, left, right = np.intersect1d(actual_keys, expected_keys, return_indices=True)
         return cls(site, actual, expected, book, keys, left, right)
 
-    def judge(self, rtol: float | None) -> tuple[SiteSummary, RowMetrics]:
-        """The site's summary, and the metrics of its pairs: none where the widths differ."""
+    def against(self, reference: SiteRows, reference_keys: IntArray) -> Pairs:
+        """The pairs with the reference's rows, whose keys are given.
+
+        Raises ToleranceError when a row is missing there, or its dtype is no wider.
+        """
+        dtype, mine = reference.values.dtype, self.expected.values.dtype
+        if torch.finfo(dtype).eps >= torch.finfo(mine).eps:
+            raise ToleranceError(
+                f"site {self.site}: the reference is {dtype_name(dtype)} and the expected capture "
+                f"{dtype_name(mine)}: a noise floor needs a reference in a wider dtype"
+            )
+        order = np.argsort(reference_keys, kind="stable")
+        place = np.searchsorted(reference_keys, self.keys, sorter=order)
+        wide = order[place.clip(max=max(len(order) - 1, 0))] if len(order) else order
+        lacking = np.ones(len(self.keys), bool)
+        if len(order):
+            lacking = reference_keys[wide] != self.keys
+        if lacking.any():
+            request, position = self.book.owner(int(self.keys[lacking.argmax()]))
+            raise ToleranceError(
+                f"the reference lacks request {request.id!r}, site {self.site}, position "
+                f"{position}: capture it on the same tokens, at the same sites and positions"
+            )
+        return replace(self, reference=reference, wide=wide)
+
+    def judge(self, rtol: float | None) -> SiteSummary:
+        """The site's numbers and which of its rows fail; none where the widths differ."""
         mine, theirs = self.actual.values, self.expected.values
-        # Not the coarser of the two: a capture that lost precision must not loosen its own judge.
-        limit = default_rtol(theirs.dtype) if rtol is None else rtol
         comparable = mine.shape[1] == theirs.shape[1] > 0
-        metrics = RowMetrics.concatenate([])
+        metrics, errors, floor, limit = RowMetrics.concatenate([]), None, None, rtol
         if comparable:
             metrics = row_metrics(mine, theirs, actual_index=self.left, expected_index=self.right)
-        error = metrics.relative_error
-        failing = _failing(metrics, limit)
-        finite = np.flatnonzero(~np.isnan(error))
-        # argmax takes a NaN for the largest, which is what `worst` is to name.
-        worst = self.difference(int(error.argmax()), metrics) if len(error) else None
-        largest = int(finite[metrics.max_abs_diff[finite].argmax()]) if len(finite) else None
-        ratios = metrics.norm_ratio[finite]
-        summary = SiteSummary(
+            if self.reference is not None:
+                errors, floor = self._against_the_floor()
+            else:
+                # Not the coarser of the two: a capture that lost precision must not loosen its
+                # own judge.
+                limit = default_rtol(theirs.dtype) if rtol is None else rtol
+                errors = self._errors(metrics, np.full(len(metrics), limit))
+        failing = errors.failing if errors is not None else self.keys
+        first = worst = None
+        if errors is not None and len(errors):
+            # argmax takes a NaN for the largest, which is what `worst` is to name.
+            worst = self._difference(int(errors.ratio.argmax()), errors, metrics)
+            first = self._difference(int(failing[0]), errors, metrics) if len(failing) else None
+        return SiteSummary(
             site=self.site,
             actual_dtype=dtype_name(mine.dtype),
             expected_dtype=dtype_name(theirs.dtype),
@@ -86,20 +120,42 @@ class Pairs:
             expected_width=theirs.shape[1],
             rtol=limit,
             rows=len(metrics),
-            failing=len(failing) if comparable else len(self.keys),
-            first=self.difference(int(failing[0]), metrics) if len(failing) else None,
+            failing=len(failing),
+            errors=errors,
+            floor=floor,
+            first=first,
             worst=worst,
-            min_cosine=_smallest(metrics.cosine[finite]),
-            min_norm_ratio=_smallest(ratios),
-            max_norm_ratio=-_smallest(-ratios),
-            max_abs_diff=math.nan if largest is None else float(metrics.max_abs_diff[largest]),
-            max_abs_feature=None if largest is None else int(metrics.max_abs_feature[largest]),
-            nan_count=int(metrics.nan_count.sum()),
-            inf_count=int(metrics.inf_count.sum()),
+            **_extremes(metrics),
         )
-        return summary, metrics
 
-    def difference(self, pair: int, metrics: RowMetrics) -> RowDifference:
+    def _against_the_floor(self) -> tuple[RowErrors, SiteFloor | None]:
+        assert self.reference is not None
+        truth, dtype = self.reference.values, self.expected.values.dtype
+        candidate = row_metrics(
+            self.actual.values, truth, actual_index=self.left, expected_index=self.wide
+        )
+        own = row_metrics(
+            self.expected.values, truth, actual_index=self.right, expected_index=self.wide
+        )
+        floor = row_floors(own.relative_error, dtype)
+        errors = self._errors(candidate, allowances(floor), floor)
+        return errors, site_floor(candidate, own, floor)
+
+    def _errors(
+        self, metrics: RowMetrics, allowed: FloatArray, floor: FloatArray | None = None
+    ) -> RowErrors:
+        request, position = self.book.owners(self.keys)
+        return RowErrors(
+            request=request,
+            position=position,
+            relative_error=metrics.relative_error,
+            cosine=metrics.cosine,
+            norm_ratio=metrics.norm_ratio,
+            allowed=allowed,
+            floor=floor,
+        )
+
+    def _difference(self, pair: int, errors: RowErrors, metrics: RowMetrics) -> RowDifference:
         """All that is known of one pair."""
         request, position = self.book.owner(int(self.keys[pair]))
         feature = int(metrics.max_abs_feature[pair])
@@ -107,9 +163,10 @@ class Pairs:
             request_id=request.id,
             site=self.site,
             position=position,
-            relative_error=float(metrics.relative_error[pair]),
-            cosine=float(metrics.cosine[pair]),
-            norm_ratio=float(metrics.norm_ratio[pair]),
+            relative_error=float(errors.relative_error[pair]),
+            allowed=float(errors.allowed[pair]),
+            cosine=float(errors.cosine[pair]),
+            norm_ratio=float(errors.norm_ratio[pair]),
             max_abs_diff=float(metrics.max_abs_diff[pair]),
             feature=feature,
             actual_value=float(self.actual.values[int(self.left[pair]), feature]),
@@ -118,20 +175,21 @@ class Pairs:
             inf_count=int(metrics.inf_count[pair]),
         )
 
-    def sample_failing(self, metrics: RowMetrics, rtol: float, count: int) -> FailingRows | None:
-        """At most `count` of the failing rows, evenly spread; None where the widths differ."""
-        failing = _failing(metrics, rtol)
+    def sample_failing(self, errors: RowErrors, count: int) -> FailingRows | None:
+        """At most `count` of the failing rows, evenly spread; of all, where none fails alone."""
+        failing = errors.failing
+        if not len(failing):
+            failing = np.arange(len(errors))
         if not len(failing):
             return None
         chosen = failing[np.linspace(0, len(failing) - 1, min(count, len(failing))).astype(int)]
-        owners = [self.book.owner(int(key)) for key in self.keys[chosen]]
         return FailingRows(
             site=self.site,
-            request_ids=tuple(request.id for request, _ in owners),
-            positions=np.array([position for _, position in owners], np.int64),
+            request_ids=tuple(self.book.requests[int(at)].id for at in errors.request[chosen]),
+            positions=errors.position[chosen],
             values=widened(self.actual.values[torch.from_numpy(self.left[chosen])]),
-            relative_error=metrics.relative_error[chosen],
-            rtol=rtol,
+            relative_error=errors.relative_error[chosen],
+            allowed=errors.allowed[chosen],
         )
 
 
@@ -140,9 +198,20 @@ def widened(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _failing(metrics: RowMetrics, rtol: float) -> IntArray:
-    # Not `error > rtol`: a NaN must fail.
-    return np.flatnonzero(~(metrics.relative_error <= rtol))
+def _extremes(metrics: RowMetrics) -> dict[str, Any]:
+    """The fields of a SiteSummary that leave out rows that aren't finite, and count those."""
+    finite = np.flatnonzero(~np.isnan(metrics.relative_error))
+    largest = int(finite[metrics.max_abs_diff[finite].argmax()]) if len(finite) else None
+    ratios = metrics.norm_ratio[finite]
+    return {
+        "min_cosine": _smallest(metrics.cosine[finite]),
+        "min_norm_ratio": _smallest(ratios),
+        "max_norm_ratio": -_smallest(-ratios),
+        "max_abs_diff": math.nan if largest is None else float(metrics.max_abs_diff[largest]),
+        "max_abs_feature": None if largest is None else int(metrics.max_abs_feature[largest]),
+        "nan_count": int(metrics.nan_count.sum()),
+        "inf_count": int(metrics.inf_count.sum()),
+    }
 
 
 def _smallest(values: FloatArray) -> float:
