@@ -28,7 +28,9 @@ def explain(comparison: Comparison) -> str:
         _ledger_lines(comparison.ledger),
         _divergence_lines(comparison),
         _site_table(comparison.failing_sites),
-        [_smallest_rtol(comparison), f"what to try next: {_next(comparison)}"],
+        [_smallest_rtol(comparison)],
+        _diagnosis_lines(comparison),
+        [f"what to try next: {_next(comparison)}"],
     ]
     return "\n".join(line for section in sections for line in section)
 
@@ -84,19 +86,20 @@ def _headline(comparison: Comparison) -> str:
         empty = ", ".join(map(str, comparison.empty_sites[:MAX_NAMES])) or "any site"
         return f"captures were not compared: no rows at {empty}, and no rows are no evidence"
     site = failing[0]
-    if site.first is None:
+    if site.errors is None:
         return f"captures differ: {_widths(site)}"
+    if site.first is None:
+        return f"captures differ: site {site.site} as a whole is wrong: {_as_a_whole(site.floor)}"
     row = site.first
     what = f"the relative error is {row.relative_error:.3g}, {row.allowed:.3g} is allowed"
     if row.nan_count or row.inf_count:
         what = _nonfinite(row)
-    elif not site.failing and site.floor is not None:
-        return f"captures differ: site {site.site} as a whole is wrong: {_as_a_whole(site.floor)}"
     return f"captures differ: {where(row)} is the first wrong row: {what}"
 
 
-def _as_a_whole(floor: SiteFloor) -> str:
+def _as_a_whole(floor: SiteFloor | None) -> str:
     """Which of a site's medians is beyond its limit."""
+    assert floor is not None  # without one only rows fail
     parts = []
     if floor.median_ratio > floor.median_limit:
         parts.append(
@@ -194,13 +197,14 @@ def _divergence_lines(comparison: Comparison) -> list[str]:
     if not comparison.failing_sites:
         return []
     site = comparison.failing_sites[0]
-    row = site.first
+    row = comparison.first_divergence
     if row is None:
         return [f"numbers: {_widths(site)}"]
     dtypes = site.actual_dtype
     if site.expected_dtype != site.actual_dtype:
         dtypes += f" against {site.expected_dtype}"
-    lines = [f"first divergence, in execution order: {where(row)} ({dtypes})"]
+    what = "first divergence" if site.first else "worst row of the first site"
+    lines = [f"{what}, in execution order: {where(row)} ({dtypes})"]
     if row.nan_count or row.inf_count:
         return [*lines, f"  {_nonfinite(row)}"]
     return [
@@ -261,7 +265,16 @@ def _round_up(value: float) -> str:
     return repr(value)
 
 
+def _diagnosis_lines(comparison: Comparison) -> list[str]:
+    return [
+        f"{'or' if at else 'diagnosis'}: {found.claim} ({found.evidence})"
+        for at, found in enumerate(comparison.diagnoses)
+    ]
+
+
 def _next(comparison: Comparison) -> str:
+    if comparison.diagnoses:
+        return comparison.diagnoses[0].way_out
     if comparison.token_problems:
         return "make the token ids equal first: rows of other tokens cannot agree"
     row = comparison.first_divergence

@@ -12,7 +12,14 @@ import torch
 from tapcheck.capture import IntArray, SiteRows
 from tapcheck.checks.comparison import RowDifference, RowErrors, SiteSummary
 from tapcheck.checks.ledger import RowBook
-from tapcheck.checks.noise_floor import SiteFloor, allowances, row_floors, site_floor
+from tapcheck.checks.noise_floor import (
+    SUSPECT_LIMIT,
+    SiteFloor,
+    allowances,
+    row_floors,
+    site_floor,
+    suspects,
+)
 from tapcheck.checks.numerics import FloatArray, RowMetrics, row_metrics
 from tapcheck.checks.tolerances import ToleranceError, default_rtol, dtype_name
 from tapcheck.sites import Site
@@ -138,8 +145,30 @@ class Pairs:
             self.expected.values, truth, actual_index=self.right, expected_index=self.wide
         )
         floor = row_floors(own.relative_error, dtype)
-        errors = self._errors(candidate, allowances(floor), floor)
+        allowed = allowances(floor)
+        misplaced = self._neighbours_rows(suspects(candidate.relative_error, floor), floor)
+        allowed[misplaced] = SUSPECT_LIMIT * floor[misplaced]
+        errors = self._errors(candidate, allowed, floor)
         return errors, site_floor(candidate, own, floor)
+
+    def _neighbours_rows(self, pairs: IntArray, floor: FloatArray) -> IntArray:
+        """Those of the pairs whose actual row is that of the position before or after it."""
+        assert self.reference is not None
+        assert self.wide is not None
+        found = np.zeros(len(pairs), bool)
+        for shift in (-1, 1):  # a key's neighbour is its position's neighbour
+            place = np.searchsorted(self.keys, self.keys[pairs] + shift)
+            there = np.flatnonzero(place < len(self.keys))
+            there = there[self.keys[place[there]] == self.keys[pairs[there]] + shift]
+            neighbour = place[there]
+            errors = row_metrics(
+                self.actual.values,
+                self.reference.values,
+                actual_index=self.left[pairs[there]],
+                expected_index=self.wide[neighbour],
+            ).relative_error
+            found[there] |= errors <= SUSPECT_LIMIT * floor[neighbour]
+        return pairs[found]
 
     def _errors(
         self, metrics: RowMetrics, allowed: FloatArray, floor: FloatArray | None = None
