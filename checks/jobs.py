@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Topology = Literal["in_process", "subprocess"]
@@ -13,8 +14,25 @@ TOPOLOGIES: tuple[Topology, ...] = ("in_process", "subprocess")
 TINY_MODELS_JUDGED = ("llama", "gpt2", "qwen2")
 TINY_RTOL = 1e-5
 
+# Where the noise floor judges instead of a tolerance.
+NARROW_DTYPES = ("bfloat16", "float16")
+
 SELFTEST = "selftest"
-_ENGINE_CHECKS = ("ledger", "equivalence", "tokens")
+_ENGINE_CHECKS = (
+    "ledger",
+    "equivalence",
+    "tokens",
+    "top_k_logprobs",
+    "kl_divergence",
+    "identities",
+)
+_ORACLE_CHECKS = (
+    "padding_changes_nothing",
+    "last_layer_is_before_the_final_norm",
+    "layers_are_unique",
+    "attention_is_the_model_s_own",
+    "dtype_is_as_requested",
+)
 _METAMORPHIC_CHECKS = (
     "capture_changes_nothing",
     "alone_equals_batched",
@@ -28,9 +46,12 @@ _METAMORPHIC_CHECKS = (
 class Job:
     """One engine to judge against Transformers: `path` is the model's folder, `model` its name.
 
-    `rtol` is the largest relative error that a row may have, None for the dtype's fixed tolerance.
-    A job with `topology` None is the checker's own test: faults injected into a healthy capture.
-    A `metamorphic` one judges the engine against itself, run in other ways.
+    `rtol` is the largest relative error that a row may have; None for the fixed tolerance of
+    float32, and for the noise floor of a narrow dtype.
+    A job with `topology` None is the checker's own test: faults injected into a healthy capture,
+    and whether Transformers' captures, which all others are held against, are right.
+    A `metamorphic` one judges the engine against itself, run in other ways. `bundle` is the folder
+    to which a comparison with Transformers that fails is written, None for none.
     """
 
     model: str
@@ -40,30 +61,41 @@ class Job:
     topology: Topology | None
     rtol: float | None = None
     metamorphic: bool = False
+    bundle: str | None = None
 
 
 def check_names(job: Job) -> tuple[str, ...]:
     """The checks that a job owes; each must be in the row, or the run can't pass."""
     if job.topology is None:
-        return (SELFTEST,)
+        return (SELFTEST, *(f"{check}[{job.model}]" for check in _ORACLE_CHECKS))
     if job.metamorphic:
         return tuple(f"{check}[{job.model}]" for check in _METAMORPHIC_CHECKS)
     return tuple(f"{check}[{job.model},{job.topology}]" for check in _ENGINE_CHECKS)
 
 
 def plan_jobs(
-    models: dict[str, str], dtype: str, device: str, rtol: float | None = None
+    models: dict[str, str],
+    dtype: str,
+    device: str,
+    rtol: float | None = None,
+    bundles: Path | None = None,
 ) -> list[Job]:
     """The jobs for these models (name to folder).
 
     The checker's own test comes first, in float32; the first model's metamorphic checks come last.
+    Bundles go to folders in `bundles`, one for each model and topology.
     """
     first_name, first_path = next(iter(models.items()))
     selftest = Job(first_name, first_path, "float32", "cpu", None)
     engines = [
-        Job(name, path, dtype, device, topology, rtol)
+        Job(name, path, dtype, device, topology, rtol, bundle=_bundle(bundles, name, topology))
         for name, path in models.items()
         for topology in TOPOLOGIES
     ]
     itself = Job(first_name, first_path, dtype, device, "in_process", rtol, metamorphic=True)
     return [selftest, *engines, itself]
+
+
+def _bundle(bundles: Path | None, model: str, topology: Topology) -> str | None:
+    """The folder of one comparison's bundle: a hub id has a slash, the name of a folder hasn't."""
+    return None if bundles is None else str(bundles / f"{model.replace('/', '--')}-{topology}")

@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from tapcheck.capture import Capture
 from tapcheck.checks.equivalence import compare_captures
 from tapcheck.checks.faults import FAULTS
-from tapcheck.checks.jobs import SELFTEST, Job
+from tapcheck.checks.identities import identities_hold
+from tapcheck.checks.jobs import NARROW_DTYPES, SELFTEST, Job
 from tapcheck.checks.ledger import compare_ledger
 from tapcheck.checks.measures import (
     comparison_result,
     completed,
     count_situations,
-    near_the_largest,
 )
+from tapcheck.checks.memory import free_memory, memory_for_float32
 from tapcheck.checks.message import where
 from tapcheck.checks.metamorphic import (
     alone_equals_batched,
@@ -35,6 +35,14 @@ from tapcheck.checks.metamorphic import (
     one_shot_equals_chunked,
     reordered,
 )
+from tapcheck.checks.oracle import judge_oracle
+from tapcheck.checks.outputs import (
+    greedy_tokens,
+    kl_divergence,
+    limits_by_noise,
+    top_k_logprobs,
+)
+from tapcheck.checks.report import write_bundle
 from tapcheck.compatibility.rows import EngineSettings
 from tapcheck.compatibility.verdict import CheckResult, Condition
 from tapcheck.hf import HFBackend
@@ -65,7 +73,7 @@ class Finding:
 def run_job(job: Job) -> Finding:
     """Run one job; raises what goes wrong outside the checks themselves."""
     if job.topology is None:
-        return Finding((_timed(SELFTEST, lambda: check_the_checker(_reference(job))),), (), {})
+        return judge_the_judge(job)
     if job.metamorphic:
         return judge_itself(job)
     reference = _reference(job)
@@ -76,9 +84,29 @@ def run_job(job: Job) -> Finding:
     with VLLMBackend(job.path, dtype=job.dtype, in_process=in_process, **limits) as engine:
         actual = engine.capture(requests, sites, max_new_tokens=NEW_TOKENS)
     expected = reference.capture(actual.requests, sites)
-    results = tuple(judge_engine(job, requests, actual, expected))
+    wide, lacking = _wide_capture(job, actual.requests, sites)
+    results = tuple(judge_engine(job, requests, actual, expected, wide, lacking))
     situations = count_situations(actual) | actual.situations
     return Finding(results, (_engine_settings(job, actual),), situations)
+
+
+def _wide_capture(
+    job: Job, requests: Sequence[Request], sites: Sequence[Site]
+) -> tuple[Capture | None, str]:
+    """The float32 reference of a narrow job, or None and why there is none, if that needs saying.
+
+    A job in float32, or with a tolerance of its own, needs none.
+    """
+    if job.dtype not in NARROW_DTYPES or job.rtol is not None:
+        return None, ""
+    needed, free = memory_for_float32(job.path), free_memory(job.device)
+    if needed > free:
+        return None, (
+            f"no float32 reference fits in memory ({needed / 2**30:.1f} GiB needed, "
+            f"{free / 2**30:.1f} GiB free), so the fixed tolerance of {job.dtype} judged"
+        )
+    with HFBackend(job.path, dtype="float32", device=job.device) as reference:
+        return reference.capture(requests, sites), ""
 
 
 @functools.lru_cache(maxsize=1)
@@ -110,16 +138,44 @@ def make_requests(vocabulary: int) -> list[Request]:
 
 
 def judge_engine(
-    job: Job, requests: list[Request], actual: Capture, expected: Capture
+    job: Job,
+    requests: list[Request],
+    actual: Capture,
+    expected: Capture,
+    reference: Capture | None = None,
+    note: str = "",
 ) -> Iterator[CheckResult]:
-    """Every check of one engine's capture against Transformers' on the same tokens."""
+    """Every check of one engine's capture against Transformers' on the same tokens.
+
+    `reference` is Transformers' capture in float32, for the noise floor; `note` joins the verdict.
+    """
+    limits = None if reference is None else limits_by_noise(expected, reference)
     judges: dict[str, Callable[[], CheckResult]] = {
         "ledger": lambda: check_ledger(requests, expected.sites, actual),
-        "equivalence": lambda: check_equivalence(actual, expected, job.rtol),
-        "tokens": lambda: check_tokens(actual, expected, NEW_TOKENS),
+        "equivalence": lambda: check_equivalence(
+            actual, expected, job.rtol, reference=reference, note=note, bundle=job.bundle
+        ),
+        "tokens": lambda: greedy_tokens(actual, expected, new_tokens=NEW_TOKENS),
+        "top_k_logprobs": lambda: top_k_logprobs(actual, expected, limits=limits),
+        "kl_divergence": lambda: kl_divergence(actual, expected, limits=limits),
+        "identities": lambda: identities_hold(actual),
     }
     for check, judge in judges.items():
         yield _timed(f"{check}[{job.model},{job.topology}]", judge)
+
+
+def judge_the_judge(job: Job) -> Finding:
+    """Whether faults are caught, and Transformers' captures are right to hold others against."""
+    reference = _reference(job)
+    results = [_timed(SELFTEST, lambda: check_the_checker(reference))]
+    requests = make_requests(reference.vocabulary_size)[2:6]
+    started = time.monotonic()
+    for result in judge_oracle(reference, requests):
+        ended = time.monotonic()
+        named = f"{result.name}[{job.model}]"
+        results.append(replace(result, name=named, seconds=round(ended - started, 3)))
+        started = ended
+    return Finding(tuple(results), (), {})
 
 
 def judge_itself(job: Job) -> Finding:
@@ -199,46 +255,23 @@ def check_ledger(
     )
 
 
-def check_equivalence(actual: Capture, expected: Capture, rtol: float | None = None) -> CheckResult:
-    """Every row equals Transformers' row of the same request, site and position."""
-    return comparison_result(check_equivalence, compare_captures(actual, expected, rtol=rtol))
+def check_equivalence(
+    actual: Capture,
+    expected: Capture,
+    rtol: float | None = None,
+    *,
+    reference: Capture | None = None,
+    note: str = "",
+    bundle: str | None = None,
+) -> CheckResult:
+    """Every row equals Transformers' row of the same request, site and position.
 
-
-def check_tokens(actual: Capture, expected: Capture, new_tokens: int) -> CheckResult:
-    """Each generated token is the one that Transformers finds likeliest, teacher-forced.
-
-    Every request must have generated `new_tokens`. In a narrow dtype two tokens can tie: one
-    counts as equal when Transformers' logit for it ties with the largest, see `near_the_largest`.
+    Within `rtol`, or what the dtype costs Transformers against its float32 `reference`.
     """
-    rows = expected["logits"]
-    compared, different, first = 0, 0, None
-    for index, request in enumerate(actual.requests):
-        # The row before a generated token is the one that it was chosen from.
-        nth = rows.columns.position - (request.prompt_length - 1)
-        generated = torch.tensor(request.generated_token_ids, dtype=torch.int64)
-        mine = rows.columns.request == index
-        at = np.flatnonzero(mine & (nth >= 0) & (nth < len(generated)))
-        logits = rows.values[torch.from_numpy(at)]
-        chosen = generated[torch.from_numpy(nth[at])]
-        wrong = torch.nonzero(~near_the_largest(logits, chosen))[:, 0]
-        compared += len(at)
-        different += len(wrong)
-        if len(wrong) and first is None:
-            position = int(rows.columns.position[at[int(wrong[0])]]) + 1
-            first = f"request {request.id!r}, position {position}"
-    return completed(
-        check_tokens,
-        f"{compared - different} of {compared} generated tokens are Transformers' own choice",
-        {
-            "tokens_due": new_tokens * len(actual.requests),
-            "tokens_compared": compared,
-            "tokens_different": different,
-        },
-        Condition("tokens_due", ">=", 1),
-        Condition("tokens_compared", "==", "tokens_due"),
-        Condition("tokens_different", "==", 0),
-        first=first,
-    )
+    comparison = compare_captures(actual, expected, rtol=rtol, reference=reference)
+    if bundle is not None and not comparison.passed:
+        write_bundle(bundle, actual, expected, comparison, reference=reference, rtol=rtol)
+    return comparison_result(check_equivalence, comparison, note=note)
 
 
 def check_the_checker(reference: HFBackend) -> CheckResult:

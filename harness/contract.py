@@ -60,6 +60,18 @@ class LayerContract:
     why_absent: str = ""
 
 
+@dataclass(frozen=True)
+class ModelContract:
+    """Where a model's points are read: `layers` has None for another pipeline stage's layers.
+
+    `embed` and `final_norm` are None where the model, or this stage of it, has none.
+    """
+
+    embed: Source | None
+    layers: tuple[LayerContract | None, ...]
+    final_norm: Source | None
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """One call of a module during the probe; tensors are copies."""
@@ -72,9 +84,13 @@ class Call:
 
 @dataclass
 class Probe:
-    """What the probe forward showed: calls in the order in which they ended."""
+    """What the probe forward showed: calls in the order in which they ended.
+
+    `embedded` are the numbers that took the place of the embedding's output.
+    """
 
     calls: list[Call] = field(default_factory=list)
+    embedded: torch.Tensor | None = None
     entered: dict[int, Tensors] = field(default_factory=dict)
 
 
@@ -112,8 +128,13 @@ def observe(anatomy: Anatomy, run_forward: Callable[[], object]) -> Probe:
     handles = []
     seeds = itertools.count()  # no two alike, and the same on every rank
 
-    def replace(module: nn.Module, _args: object, output: Any) -> Any:
-        return _noise(output, next(seeds), _EMBEDDING_STD if module is anatomy.embed else 1.0)
+    def replace(_module: nn.Module, _args: object, output: Any) -> Any:
+        return _noise(output, next(seeds), 1.0)
+
+    def embed(_module: nn.Module, _args: object, output: Any) -> Any:
+        noise = _noise(output, next(seeds), _EMBEDDING_STD)
+        probe.embedded = next(iter(_copies(stream_tensors(noise))), None)
+        return noise
 
     kinds: dict[nn.Module, str] = dict.fromkeys(anatomy.norms, "norm")
     for parts in filter(None, anatomy.layers):
@@ -131,7 +152,7 @@ def observe(anatomy: Anatomy, run_forward: Callable[[], object]) -> Probe:
 
     layers = [parts.layer for parts in anatomy.layers if parts is not None]
     if anatomy.embed is not None:
-        handles.append(anatomy.embed.register_forward_hook(replace))
+        handles.append(anatomy.embed.register_forward_hook(embed))
     elif layers:
         handles.append(layers[0].register_forward_pre_hook(enter, with_kwargs=True))
     for module, kind in kinds.items():
@@ -179,8 +200,8 @@ def _noise(output: Any, seed: int, std: float) -> Any:
     return noise.to(output.dtype).to(output.device)
 
 
-def solve(anatomy: Anatomy, probe: Probe) -> tuple[tuple[LayerContract | None, ...], Source | None]:
-    """Each layer's contract, and where `final_norm` is read; raises SiteError if undecidable."""
+def solve(anatomy: Anatomy, probe: Probe) -> ModelContract:
+    """Where each point is read; raises SiteError if that is undecidable."""
     contracts = tuple(
         None if parts is None else _solve_layer(index, parts, probe)
         for index, parts in enumerate(anatomy.layers)
@@ -190,7 +211,31 @@ def solve(anatomy: Anatomy, probe: Probe) -> tuple[tuple[LayerContract | None, .
     # A norm before the layers belongs to the embedding.
     after = [call for call in probe.calls[last_layer:] if id(call.module) in outside]
     final = Source(after[-1].module, "output", 1) if after else None
-    return contracts, final
+    return ModelContract(_solve_embedding(anatomy, probe, contracts), contracts, final)
+
+
+def _solve_embedding(
+    anatomy: Anatomy, probe: Probe, layers: Sequence[LayerContract | None]
+) -> Source | None:
+    """The embedding's output or, where the model scales it afterwards, what enters the layers.
+
+    Some implementations of one model scale it inside the module and some after it.
+    """
+    if anatomy.embed is None:
+        return None
+    plain = Source(anatomy.embed, "output", 1)
+    first, parts = layers[0], anatomy.layers[0]
+    if probe.embedded is None or first is None or parts is None or first.resid_pre.terms != 1:
+        return plain
+    entering = _the_call(probe, parts.layer, 0).inputs[0]
+    before, after = (t.double().reshape(-1, t.shape[-1]) for t in (probe.embedded, entering))
+    if before.shape != after.shape:
+        return plain
+    scale = (after * before).sum() / (before * before).sum()
+    left = (after - scale * before).norm() / after.norm()
+    roundings = _ROUNDINGS_OF_LARGEST * torch.finfo(entering.dtype).eps
+    scaled = bool(left <= roundings) and bool((scale - 1).abs() > roundings)
+    return first.resid_pre if scaled else plain
 
 
 @dataclass(frozen=True, eq=False)

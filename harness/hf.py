@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tapcheck.anatomy import Anatomy, find_anatomy
+from tapcheck.anatomy import find_anatomy
 from tapcheck.capture import Capture
 from tapcheck.compatibility.environment import collect_environment
-from tapcheck.contract import LayerContract, Source, Tensors, observe, solve
+from tapcheck.contract import ModelContract, Source, Tensors, observe, solve
 from tapcheck.errors import CaptureError, EngineError, ModelError
 from tapcheck.layout import Segment, StepLayout
 from tapcheck.models import (
@@ -72,7 +72,10 @@ class HFBackend:
         auto: Any = AutoModelForCausalLM
         try:
             model, loading = auto.from_pretrained(
-                self._model_name, dtype=getattr(torch, self._dtype), output_loading_info=True
+                self._model_name,
+                dtype=getattr(torch, self._dtype),
+                output_loading_info=True,
+                **_attention(self._config.get_text_config()),
             )
         except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
             reason = first_line(error)
@@ -107,11 +110,11 @@ class HFBackend:
     @property
     def sites(self) -> tuple[Site, ...]:
         """Every site that this model has, in execution order."""
-        return (*tappable_sites(*self._readings), LOGITS)
+        return (*tappable_sites(self._contract), LOGITS)
 
     @functools.cached_property
-    def _readings(self) -> tuple[Anatomy, tuple[LayerContract | None, ...], Source | None]:
-        """The model's parts and what each layer's tensors mean, from one probe forward."""
+    def _contract(self) -> ModelContract:
+        """What the model's tensors mean, from one probe forward."""
         model = self._model
         anatomy = find_anatomy(model, self.num_layers, model.get_input_embeddings())
         tokens = torch.arange(_PROBE_TOKENS, device=self._device)[None] % self.vocabulary_size
@@ -122,7 +125,7 @@ class HFBackend:
                     input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
                 ),
             )
-        return anatomy, *solve(anatomy, probe)
+        return solve(anatomy, probe)
 
     def capture(
         self,
@@ -155,7 +158,7 @@ class HFBackend:
         return assemble(runs, plan, store.drain(lengths), self._metadata(plan))
 
     def _taps(self, plan: Plan) -> dict[Site, Source]:
-        taps = plan_taps(plan.sites, *self._readings)
+        taps = plan_taps(plan.sites, self._contract)
         require_all(plan.sites, {*taps, LOGITS}, type(self._model).__name__)
         return taps
 
@@ -187,7 +190,7 @@ class HFBackend:
     def close(self) -> None:
         """Give back the model's memory."""
         self._loaded = None
-        self.__dict__.pop("_readings", None)
+        self.__dict__.pop("_contract", None)
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -212,6 +215,15 @@ def _usable_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
         raise EngineError(f"device {name!r} can't be used: {first_line(error)}") from None
     return device
+
+
+def _attention(config: Any) -> dict[str, str]:
+    """How to load a model whose attention only the plain implementation computes in full.
+
+    Transformers 5.19's default (sdpa) drops a soft cap on attention scores, as gemma2's, unsaid.
+    """
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if capped else {}
 
 
 class _Batch:
@@ -266,7 +278,9 @@ class _Batch:
             "use_cache": False,
         }
         # Without position ids, padding would count as positions.
-        if "position_ids" in inspect.signature(self._model.forward).parameters:
+        parameters = inspect.signature(self._model.forward).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        if "position_ids" in parameters or takes_any:
             arguments["position_ids"] = (self._mask.cumsum(-1) - 1).clamp_min(0)
         return arguments
 

@@ -8,8 +8,14 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tapcheck.anatomy import Anatomy
-from tapcheck.contract import LayerContract, Source, Tensors, call_tensors, stream_tensors
+from tapcheck.contract import (
+    LayerContract,
+    ModelContract,
+    Source,
+    Tensors,
+    call_tensors,
+    stream_tensors,
+)
 from tapcheck.errors import SiteError
 from tapcheck.sites import Site, all_sites
 
@@ -19,26 +25,17 @@ Put = Callable[[Site, Tensors], None]
 LOGITS = Site("logits")
 
 
-def tappable_sites(
-    anatomy: Anatomy, contracts: Sequence[LayerContract | None], final_norm: Source | None
-) -> tuple[Site, ...]:
+def tappable_sites(contract: ModelContract) -> tuple[Site, ...]:
     """Every site that a model, or a pipeline stage of it, has as a module, in execution order."""
 
     def has(site: Site) -> bool:
-        if site.layer is None:
-            present = {"embed": anatomy.embed, "final_norm": final_norm}
-            return present.get(site.point) is not None
-        return getattr(contracts[site.layer], site.point, None) is not None
+        where = contract if site.layer is None else contract.layers[site.layer]
+        return getattr(where, site.point, None) is not None
 
-    return tuple(site for site in all_sites(len(contracts)) if has(site))
+    return tuple(site for site in all_sites(len(contract.layers)) if has(site))
 
 
-def plan_taps(
-    sites: Sequence[Site],
-    anatomy: Anatomy,
-    contracts: Sequence[LayerContract | None],
-    final_norm: Source | None,
-) -> dict[Site, Source]:
+def plan_taps(sites: Sequence[Site], contract: ModelContract) -> dict[Site, Source]:
     """Where each site is read; those of another pipeline stage are left out.
 
     `logits` has no module and isn't planned. Raises SiteError for a point that the architecture
@@ -46,12 +43,12 @@ def plan_taps(
     """
     plan: dict[Site, Source] = {}
     for site in sites:
-        if site.point == "embed" and anatomy.embed is not None:
-            plan[site] = Source(anatomy.embed, "output", 1)
-        elif site.point == "final_norm" and final_norm is not None:
-            plan[site] = final_norm
-        elif site.layer is not None and contracts[site.layer] is not None:
-            plan[site] = _layer_source(site, contracts[site.layer])
+        if site.layer is not None:
+            layer = contract.layers[site.layer]
+            if layer is not None:
+                plan[site] = _layer_source(site, layer)
+        elif (source := getattr(contract, site.point, None)) is not None:
+            plan[site] = source
     return plan
 
 
@@ -62,11 +59,12 @@ def require_all(wanted: Sequence[Site], tapped: Collection[Site], model: str) ->
         raise SiteError(f"{model} has no module whose output is {', '.join(missing)}")
 
 
-def _layer_source(site: Site, contract: LayerContract | None) -> Source:
+def _layer_source(site: Site, contract: LayerContract) -> Source:
     source: Source | None = getattr(contract, site.point)
-    if contract is None or source is None:
-        why = contract.why_absent if contract else ""
-        raise SiteError(f"site {str(site)!r}: this model has no {site.point}, because {why}")
+    if source is None:
+        raise SiteError(
+            f"site {str(site)!r}: this model has no {site.point}, because {contract.why_absent}"
+        )
     return source
 
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from tapcheck.anatomy import Anatomy, find_anatomy
-from tapcheck.contract import LayerContract, Source, Tensors, observe, solve
+from tapcheck.anatomy import find_anatomy
+from tapcheck.contract import ModelContract, Tensors, observe, solve
 from tapcheck.errors import CaptureError, EngineError
 from tapcheck.handover import Sender
 from tapcheck.layout import Repeat, StepLayout
@@ -42,19 +42,18 @@ class WorkerTaps:
         self.sender = Sender()
 
     @functools.cached_property
-    def _readings(self) -> tuple[Anatomy, tuple[LayerContract | None, ...], Source | None]:
-        """The model's parts and what each layer's tensors mean, from one dummy forward."""
+    def _contract(self) -> ModelContract:
+        """What the model's tensors mean, from one dummy forward."""
         model = self.adapter.model
         # With tied weights the last stage has the embedding's module too, and never runs it.
         embedding = find_embedding(model) if self.adapter.first_stage else None
         anatomy = find_anatomy(model, self.num_layers, embedding)
-        probe = observe(anatomy, self.adapter.run_dummy_forward)
-        return anatomy, *solve(anatomy, probe)
+        return solve(anatomy, observe(anatomy, self.adapter.run_dummy_forward))
 
     @property
     def sites(self) -> list[str]:
         """Every site that the model, or this pipeline stage of it, has."""
-        sites = tappable_sites(*self._readings)
+        sites = tappable_sites(self._contract)
         return [str(site) for site in (*sites, *([LOGITS] if self.adapter.last_stage else []))]
 
     def install(self, sites: list[str], select: list[int | str], max_bytes: int) -> list[str]:
@@ -64,7 +63,7 @@ class WorkerTaps:
         `max_bytes` of rows that nobody drains end the capture with an error.
         """
         wanted = parse_sites(sites, self.num_layers)
-        plan = plan_taps(wanted, *self._readings)
+        plan = plan_taps(wanted, self._contract)
         mine = [s for s in wanted if s in plan or (s == LOGITS and self.adapter.last_stage)]
         store = RowStore(mine, parse_selectors(select), max_bytes)
         self.uninstall()

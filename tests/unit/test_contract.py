@@ -56,15 +56,15 @@ def decoder(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -
 
 def contracts_of(model: Decoder) -> tuple[LayerContract | None, ...]:
     anatomy = find_anatomy(model, LAYERS, model.embed)
-    return solve(anatomy, observe(anatomy, lambda: model(TOKENS)))[0]
+    return solve(anatomy, observe(anatomy, lambda: model(TOKENS))).layers
 
 
 def tapped(model: Decoder, sites: list[Site]) -> dict[Site, torch.Tensor]:
     """The rows of one forward pass over TOKENS, by way of taps and a row store."""
     anatomy = find_anatomy(model, LAYERS, model.embed)
-    readings = solve(anatomy, observe(anatomy, lambda: model(TOKENS)))
+    contract = solve(anatomy, observe(anatomy, lambda: model(TOKENS)))
     store = RowStore(sites, parse_selectors(["all"]))
-    handles = attach(plan_taps(sites, anatomy, *readings), store.put)
+    handles = attach(plan_taps(sites, contract), store.put)
     rows = len(TOKENS)
     store.begin_step(StepLayout(0, (Segment("1", 0, rows, rows),), rows), TOKENS.device)
     model(TOKENS)
@@ -300,7 +300,7 @@ class WithEmbeddingNorm(Decoder):
 def test_a_norm_on_the_embedding_is_not_the_final_norm(final: bool) -> None:
     model = WithEmbeddingNorm([tiny.Layer() for _ in range(LAYERS)], final)
     anatomy = find_anatomy(model, LAYERS, model.embed)
-    source = solve(anatomy, observe(anatomy, lambda: model(TOKENS)))[1]
+    source = solve(anatomy, observe(anatomy, lambda: model(TOKENS))).final_norm
     assert (source and source.module) is (model.norm if final else None)
 
 
@@ -310,6 +310,34 @@ def test_sites_of_another_pipeline_stage_are_left_out() -> None:
 
     model = Decoder([tiny.Layer(), Elsewhere(), tiny.Layer()])
     anatomy = find_anatomy(model, LAYERS, model.embed)
-    readings = solve(anatomy, observe(anatomy, lambda: model(TOKENS)))
+    contract = solve(anatomy, observe(anatomy, lambda: model(TOKENS)))
     sites = [Site("resid_post", layer) for layer in range(LAYERS)]
-    assert set(plan_taps(sites, anatomy, *readings)) == {sites[0], sites[2]}
+    assert set(plan_taps(sites, contract)) == {sites[0], sites[2]}
+
+
+class Embedding(Decoder):
+    """A decoder that multiplies its embedding, or adds to it, before the first layer."""
+
+    factor, addend = 1.0, 0.0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens) * self.factor + self.addend
+        for layer in self.layers:
+            h = layer(h)
+        return h
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("factor", "addend", "scaled"),
+    [(1.0, 0.0, False), (8.0, 0.0, True), (0.25, 0.0, True), (8.0, 0.5, False), (1.0, 0.1, False)],
+)
+def test_an_embedding_that_is_scaled_after_its_module_is_read_where_it_enters_the_layers(
+    factor: float, addend: float, scaled: bool, dtype: torch.dtype
+) -> None:
+    """Implementations of one model scale it inside the module or after it."""
+    model = Embedding([tiny.Layer() for _ in range(LAYERS)], dtype)
+    model.factor, model.addend = factor, addend
+    embed = Site("embed")
+    expected = model.embed(TOKENS) * (factor if scaled else 1.0)
+    assert torch.equal(tapped(model, [embed])[embed], expected)

@@ -451,3 +451,41 @@ def test_captures_from_several_threads_each_get_their_own_rows(
         with ThreadPoolExecutor(6) as pool:
             together = list(pool.map(lambda r: backend.capture([r], ["resid_post.1"]), forced))
     assert together == alone
+
+
+def test_a_soft_cap_on_attention_scores_is_not_dropped(model_zoo: Zoo) -> None:
+    """Transformers 5.19's default attention drops gemma2's, which moves logits by 3e-3."""
+    with HFBackend(model_zoo("gemma2")) as backend:
+        capture = backend.capture(REQUESTS, ["logits"], max_new_tokens=1)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        model_zoo("gemma2"), attn_implementation="eager"
+    )
+    for request in REQUESTS:
+        with torch.no_grad():
+            logits = plain(torch.tensor([request.prompt_token_ids])).logits[0, -1]
+        row = capture.row(request.id, "logits", request.prompt_length - 1)
+        torch.testing.assert_close(row, logits, rtol=CLOSE, atol=CLOSE)
+    assert capture.metadata["engine"]["attention_implementation"] == "eager"
+
+
+def test_a_model_whose_forward_names_no_position_ids_is_given_them(llama: HFBackend) -> None:
+    """Without them the padding of a batch would count as positions."""
+    expected = llama.capture([*REQUESTS], ["resid_post.3"], max_new_tokens=3)
+    model = llama._model
+    named = model.forward
+
+    def forward(input_ids: Any = None, attention_mask: Any = None, **others: Any) -> Any:
+        assert "position_ids" in others
+        return named(input_ids=input_ids, attention_mask=attention_mask, **others)
+
+    model.forward = forward
+    try:
+        forced = llama.capture(expected.requests, ["resid_post.3"])
+    finally:
+        del model.forward
+    torch.testing.assert_close(
+        forced.row("b", "resid_post.3", 0),
+        expected.row("b", "resid_post.3", 0),
+        rtol=CLOSE,
+        atol=CLOSE,
+    )

@@ -16,11 +16,11 @@ from tapcheck.checks import suite
 from tapcheck.checks.faults import FAULTS, Fault
 from tapcheck.checks.jobs import SELFTEST, TOPOLOGIES, Job, check_names, plan_jobs
 from tapcheck.checks.measures import count_situations
+from tapcheck.checks.outputs import greedy_tokens
 from tapcheck.checks.suite import (
     check_equivalence,
     check_ledger,
     check_the_checker,
-    check_tokens,
     judge_engine,
     make_requests,
 )
@@ -86,9 +86,9 @@ def test_every_check_passes_a_healthy_capture() -> None:
     capture = healthy()
     results = list(judge_engine(job, asked(capture), capture, capture))
     # The suite's own number of new tokens isn't this capture's.
-    results[-1] = replace(check_tokens(capture, capture, NEW), name=results[-1].name)
+    results[2] = replace(greedy_tokens(capture, capture, new_tokens=NEW), name=results[2].name)
     assert tuple(result.name for result in results) == check_names(job)
-    assert [status(result) for result in results] == ["pass"] * 3
+    assert [status(result) for result in results] == ["pass"] * 6
     assert {len(result.source_hash) for result in results} == {64}
 
 
@@ -187,78 +187,6 @@ def test_equivalence_fails_when_no_row_was_compared() -> None:
     assert "rows_compared" in failing(check_equivalence(nothing, nothing))
 
 
-# --- tokens --------------------------------------------------------------------------------------
-
-
-def test_tokens_counts_every_generated_token() -> None:
-    result = check_tokens(healthy(), healthy(), NEW)
-    assert status(result) == "pass"
-    assert result.metrics == {"tokens_due": 12, "tokens_compared": 12, "tokens_different": 0}
-
-
-@pytest.mark.parametrize("nth", range(NEW))
-def test_tokens_fails_on_a_wrong_token_and_names_its_position(nth: int) -> None:
-    capture = healthy()
-    tokens = list(capture.requests[1].generated_token_ids)
-    tokens[nth] = (tokens[nth] + 1) % 64
-    result = check_tokens(retoken(capture, 1, tokens), capture, NEW)
-    assert failing(result) == {"tokens_different"}
-    assert result.metrics["tokens_different"] == 1
-    assert result.first_divergence == f"request 'b', position {3 + nth}"
-
-
-@pytest.mark.parametrize("count", [0, 1, NEW - 1])
-def test_tokens_fails_when_a_request_stopped_early(count: int) -> None:
-    capture = healthy()
-    short = retoken(capture, 2, capture.requests[2].generated_token_ids[:count])
-    assert failing(check_tokens(short, capture, NEW)) == {"tokens_compared"}
-
-
-def test_tokens_fails_when_the_row_that_a_token_was_chosen_from_is_missing() -> None:
-    capture = healthy()
-    gap = without(capture, lambda rows: rows.columns.position != 5, LOGITS)
-    result = check_tokens(capture, gap, NEW)
-    assert failing(result) == {"tokens_compared"}
-    assert result.metrics["tokens_different"] == 0  # the others are still paired by position
-
-
-def test_tokens_doesn_t_depend_on_the_order_of_rows() -> None:
-    capture = healthy()
-    rows = capture.rows[LOGITS]
-    mixed = rows.take(np.random.default_rng(0).permutation(len(rows)))
-    shuffled = replace(capture, rows={**capture.rows, LOGITS: mixed})
-    assert status(check_tokens(capture, shuffled, NEW)) == "pass"
-
-
-def test_tokens_fails_on_nan_logits() -> None:
-    capture = healthy()
-    values = capture.rows[LOGITS].values.clone().fill_(torch.nan)
-    rows = {**capture.rows, LOGITS: SiteRows(capture.rows[LOGITS].columns, values)}
-    assert "tokens_different" in failing(check_tokens(capture, replace(capture, rows=rows), NEW))
-
-
-def second_choice(capture: Capture, gap: float) -> Capture:
-    """The capture, with the second likeliest token `gap` below the likeliest and generated."""
-    values = capture.rows[LOGITS].values.clone()
-    columns = capture.rows[LOGITS].columns
-    request = capture.requests[0]
-    row = int(np.flatnonzero((columns.request == 0) & (columns.position == 4))[0])
-    best = int(values[row].argmax())
-    other = (best + 1) % values.shape[1]
-    values[row, best], values[row, other] = 16.0, 16.0 - gap
-    rows = {**capture.rows, LOGITS: SiteRows(columns, values)}
-    return retoken(replace(capture, rows=rows), 0, (other, *request.generated_token_ids[1:]))
-
-
-def test_a_tie_in_a_narrow_dtype_is_no_wrong_token() -> None:
-    tie = second_choice(healthy(torch.bfloat16), 0.25)
-    assert status(check_tokens(tie, tie, NEW)) == "pass"
-    clear = second_choice(healthy(torch.bfloat16), 2.0)
-    assert failing(check_tokens(clear, clear, NEW)) == {"tokens_different"}
-    exact = second_choice(healthy(), 0.25)
-    assert failing(check_tokens(exact, exact, NEW)) == {"tokens_different"}
-
-
 # --- situations ----------------------------------------------------------------------------------
 
 
@@ -342,7 +270,7 @@ def test_jobs_judge_the_checker_then_every_engine_then_the_first_model_by_itself
     assert {(job.dtype, job.device) for job in jobs[1:]} == {("bfloat16", "cuda")}
     names = [name for job in jobs for name in check_names(job)]
     assert names[0] == SELFTEST
-    assert len(set(names)) == len(names) == 18
+    assert len(set(names)) == len(names) == 6 + 4 * 6 + 5
 
 
 def test_the_suite_s_requests_are_always_the_same_and_no_two_alike() -> None:

@@ -33,9 +33,12 @@ def result(name, good=True):
             "seconds": 0.5, "source_hash": "00"}
 
 def finish(index, job, good=True, drop=0, situations=None):
-    kinds = ["ledger", "equivalence", "tokens"]
+    kinds = ["ledger", "equivalence", "tokens", "top_k_logprobs", "kl_divergence", "identities"]
     names = [f"{kind}[{job['model']},{job['topology']}]" for kind in kinds]
-    names = ["selftest"] if job["topology"] is None else names
+    oracle = ["padding_changes_nothing", "last_layer_is_before_the_final_norm",
+              "layers_are_unique", "attention_is_the_model_s_own", "dtype_is_as_requested"]
+    if job["topology"] is None:
+        names = ["selftest", *[f"{kind}[{job['model']}]" for kind in oracle]]
     kinds = ["capture_changes_nothing", "alone_equals_batched", "reordered",
              "cold_equals_warm_prefix", "one_shot_equals_chunked"]
     names = [f"{kind}[{job['model']}]" for kind in kinds] if job["metamorphic"] else names
@@ -91,6 +94,7 @@ for index, job in enumerate(jobs):
 '''
 
 GOOD = Job("good", "good", "float32", "cpu", "in_process")
+CHECKS = len(check_names(GOOD))
 ENDS = [
     "abort",
     "exit",
@@ -166,7 +170,7 @@ def statuses(found: Run) -> list[str]:
 
 def test_jobs_that_run_share_one_child_and_add_up(run: Callable[..., Run], tmp_path: Path) -> None:
     found = run(job("good", "a"), job("good", "b"))
-    assert statuses(found) == ["pass"] * 6
+    assert statuses(found) == ["pass"] * 2 * CHECKS
     assert found.situations == {"requests": 16, "most_requests_at_once": 3}
     assert found.seconds > 0
     assert children(tmp_path) == 1
@@ -176,9 +180,9 @@ def test_a_job_that_crashes_says_how_and_the_rest_still_run(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:
     found = run(job("good", "a"), job("abort", "b"), job("good", "c"))
-    assert statuses(found) == ["pass"] * 3 + ["crash"] * 3 + ["pass"] * 3
-    assert "signal SIGABRT" in found.results[3].reason
-    assert "last words before the end" in found.results[3].reason
+    assert statuses(found) == ["pass"] * CHECKS + ["crash"] * CHECKS + ["pass"] * CHECKS
+    assert "signal SIGABRT" in found.results[CHECKS].reason
+    assert "last words before the end" in found.results[CHECKS].reason
     assert children(tmp_path) == 2
 
 
@@ -188,7 +192,7 @@ def test_a_job_that_crashes_says_how_and_the_rest_still_run(
 )
 def test_a_child_that_ends_early_is_a_crash(run: Callable[..., Run], path: str, words: str) -> None:
     found = run(job(path, "a"), job("good", "b"))
-    assert statuses(found) == ["crash"] * 3 + ["pass"] * 3
+    assert statuses(found) == ["crash"] * CHECKS + ["pass"] * CHECKS
     assert words in found.results[0].reason
 
 
@@ -205,7 +209,7 @@ def test_last_words_are_those_of_the_child_that_was_lost(
 
 def test_a_job_that_hangs_times_out_and_its_whole_tree_is_gone(run: Callable[..., Run]) -> None:
     found = run(job("hang", "a"), job("good", "b"), seconds=5)
-    assert statuses(found) == ["timeout"] * 3 + ["pass"] * 3
+    assert statuses(found) == ["timeout"] * CHECKS + ["pass"] * CHECKS
     assert "no end after 5 s" in found.results[0].reason
 
 
@@ -214,7 +218,7 @@ def test_an_orphan_that_keeps_the_pipe_open_hides_no_crash_and_is_ended(
 ) -> None:
     monkeypatch.setattr("tapcheck.checks.supervisor._GRACE_SECONDS", 0.5)
     found = run(job("orphan, then killed", "a"), job("good", "b"))
-    assert statuses(found) == ["crash"] * 3 + ["pass"] * 3
+    assert statuses(found) == ["crash"] * CHECKS + ["pass"] * CHECKS
     assert "signal SIGKILL" in found.results[0].reason
 
 
@@ -222,34 +226,34 @@ def test_a_child_that_hangs_after_its_last_job_is_ended(
     run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tapcheck.checks.supervisor._GRACE_SECONDS", 0.5)
-    assert statuses(run(job("hang at exit"))) == ["pass"] * 3
+    assert statuses(run(job("hang at exit"))) == ["pass"] * CHECKS
 
 
 def test_a_crash_after_a_job_takes_nothing_from_its_results(run: Callable[..., Run]) -> None:
-    assert statuses(run(job("abort afterwards"))) == ["pass"] * 3
+    assert statuses(run(job("abort afterwards"))) == ["pass"] * CHECKS
 
 
 def test_a_crash_between_jobs_is_the_next_one_s(run: Callable[..., Run]) -> None:
     found = run(job("abort afterwards", "a"), job("good", "b"), job("good", "c"))
-    assert statuses(found) == ["pass"] * 3 + ["crash"] * 3 + ["pass"] * 3
+    assert statuses(found) == ["pass"] * CHECKS + ["crash"] * CHECKS + ["pass"] * CHECKS
 
 
 def test_a_job_that_fails_is_an_error_with_its_reason(run: Callable[..., Run]) -> None:
     found = run(job("fail", "a"), job("good", "b"))
-    assert statuses(found) == ["error"] * 3 + ["pass"] * 3
-    assert {result.reason for result in found.results[:3]} == {"no such model"}
+    assert statuses(found) == ["error"] * CHECKS + ["pass"] * CHECKS
+    assert {result.reason for result in found.results[:CHECKS]} == {"no such model"}
 
 
 def test_a_job_that_reports_other_checks_than_it_owes_is_an_error(run: Callable[..., Run]) -> None:
     found = run(job("owes", "a"), job("good", "b"))
-    assert statuses(found) == ["error"] * 3 + ["pass"] * 3
+    assert statuses(found) == ["error"] * CHECKS + ["pass"] * CHECKS
     assert "owes ledger[a,subprocess]" in found.results[0].reason
 
 
 @pytest.mark.parametrize("path", [end for end in ENDS if end.startswith("garbage")])
 def test_garbage_instead_of_an_event_is_an_error(run: Callable[..., Run], path: str) -> None:
     found = run(job(path, "a"), job("good", "b"))
-    assert statuses(found) == ["error"] * 3 + ["pass"] * 3
+    assert statuses(found) == ["error"] * CHECKS + ["pass"] * CHECKS
     assert found.results[0].reason.startswith("its process sent what is no event")
 
 
@@ -258,23 +262,25 @@ def test_nothing_runs_when_the_checker_s_own_test_does_not_pass(
     run: Callable[..., Run], tmp_path: Path, path: str
 ) -> None:
     selftest, *engines = plan_jobs({"m": "good"}, "float32", "cpu")
-    assert check_names(selftest) == (SELFTEST,)
+    own = check_names(selftest)
+    assert own[0] == SELFTEST
     found = run(Job("m", path, "float32", "cpu", None), *engines)
     assert status(found.results[0]) != "pass"
-    assert statuses(found)[1:] == ["error"] * 11
-    assert all("checker's own test did not pass" in r.reason for r in found.results[1:])
+    rest = found.results[len(own) :]
+    assert [status(result) for result in rest] == ["error"] * (2 * CHECKS + 5)
+    assert all("checker's own test did not pass" in result.reason for result in rest)
     assert children(tmp_path) == 1
 
 
 def test_a_passing_selftest_lets_the_rest_run(run: Callable[..., Run]) -> None:
     found = run(*plan_jobs({"a": "good", "b": "good"}, "float32", "cpu"))
-    assert statuses(found) == ["pass"] * 18
+    assert statuses(found) == ["pass"] * (6 + 4 * CHECKS + 5)
 
 
 def test_every_check_has_one_result_whatever_happens_to_each_job(run: Callable[..., Run]) -> None:
     found = run(*[job(path, str(index)) for index, path in enumerate(ENDS)], GOOD)
-    assert len(found.results) == 3 * len(ENDS) + 3
-    assert statuses(found)[-3:] == ["pass"] * 3
+    assert len(found.results) == CHECKS * (len(ENDS) + 1)
+    assert statuses(found)[-CHECKS:] == ["pass"] * CHECKS
 
 
 @pytest.mark.parametrize("path", ["hang", "good"])
@@ -313,5 +319,5 @@ def test_the_real_child_reports_a_model_that_it_can_t_load(tmp_path: Path) -> No
     nowhere = tmp_path / "nowhere"
     found = run_jobs([Job("m", str(nowhere), "float32", "cpu", "in_process")], log=tmp_path / "log")
     assert CHILD[1:] == ("-m", "tapcheck.checks.child")
-    assert statuses(found) == ["error"] * 3
+    assert statuses(found) == ["error"] * CHECKS
     assert found.results[0].reason == f"model '{nowhere}': no such folder"
