@@ -17,9 +17,10 @@ import typer
 from tapcheck.errors import EngineError, TapcheckError
 from tapcheck.results import (
     check_summary,
-    diff_summary,
     env_summary,
+    require_bundle,
     require_folder,
+    require_page,
     require_writable,
     write_json,
 )
@@ -129,6 +130,10 @@ def check(
         Path | None, typer.Option(metavar="FILE", help="Where the engines' own output goes.")
     ] = None,
     json_file: JsonOption = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write what replays rows that differ to folders in DIR."),
+    ] = None,
 ) -> int:
     """Judge vLLM's activations against Transformers', row by row."""
     from tapcheck.checks.jobs import TINY_RTOL, plan_jobs
@@ -138,10 +143,11 @@ def check(
     require_writable("--json", json_file)
     require_writable("--log", log)
     require_folder("--record", record)
+    require_bundle(bundle)
     chosen = _device(device)
     environment = collect_environment(chosen)
     rtol = TINY_RTOL if not models and dtype is DtypeName.float32 else None
-    jobs = plan_jobs(_models_to_check(models or []), dtype.value, chosen, rtol)
+    jobs = plan_jobs(_models_to_check(models or []), dtype.value, chosen, rtol, bundle)
     output = log or new_log()
     try:
         row = _judge(jobs, environment, output)
@@ -153,6 +159,8 @@ def check(
     write_json(json_file, summary)
     print_verdict(row, summary, recorded)
     if row.verdict != "pass":
+        if bundle and bundle.is_dir():
+            out.print(f"{bundle} replays what differs elsewhere: see the README.md in each folder")
         err.print(f"the engines' own output is in {output}")
         return 1
     if log is None:
@@ -340,19 +348,45 @@ def diff(
         float | None,
         typer.Option(metavar="R", help="Largest relative error of a row; default by dtype."),
     ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The same tokens in a wider dtype: each row may be as far off as EXPECTED's is.",
+        ),
+    ] = None,
     json_file: JsonOption = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a report as one HTML page.")
+    ] = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="If they differ, write what replays that to DIR."),
+    ] = None,
 ) -> int:
     """Judge one saved capture against another, without an engine."""
     require_writable("--json", json_file)
+    require_page(html)
+    require_bundle(bundle)
 
+    from tapcheck.checks import report
     from tapcheck.checks.equivalence import compare_captures
     from tapcheck.checks.message import explain
     from tapcheck.storage import load_capture
 
-    comparison = compare_captures(load_capture(actual), load_capture(expected), rtol=rtol)
-    message = explain(comparison)
-    write_json(json_file, {**diff_summary(comparison), "message": message})
-    out.print(message)
+    mine, theirs = load_capture(actual), load_capture(expected)
+    wider = None if reference is None else load_capture(reference)
+    comparison = compare_captures(mine, theirs, rtol=rtol, reference=wider)
+    if json_file or html:
+        data = report.report_data(comparison, mine, theirs, wider)
+        if json_file:
+            report.write_json(json_file, data)
+        if html:
+            report.write_html(html, data)
+    out.print(explain(comparison))
+    if bundle and not comparison.passed:
+        report.write_bundle(bundle, mine, theirs, comparison, reference=wider, rtol=rtol)
+        out.print(f"{bundle} replays this elsewhere: see {bundle / 'README.md'}")
     return 0 if comparison.passed else 1
 
 
@@ -408,6 +442,35 @@ def matrix(
     write_whole(page, text)
     out.print(f"{page} is written (recorded rows: {len(rows)})")
     return 0
+
+
+@app.command()
+def selftest(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL", help="Model folders or ids; without any, a tiny llama."),
+    ] = None,
+    dtype: Annotated[
+        list[DtypeName] | None,
+        typer.Option(help="A dtype to run in; repeatable. Default: float32 and bfloat16."),
+    ] = None,
+    healthy: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Healthy captures to judge, for each.")
+    ] = 4,
+    json_file: JsonOption = None,
+) -> int:
+    """Test the checker: inject every fault into real captures, and judge healthy ones."""
+    require_writable("--json", json_file)
+
+    from tapcheck.checks.selftest import run_selftest
+    from tapcheck.fixtures.zoo import build_tiny_model
+
+    named = _models_to_check(models) if models else {"tiny-llama": str(build_tiny_model("llama"))}
+    dtypes = [one.value for one in dtype or (DtypeName.float32, DtypeName.bfloat16)]
+    found = run_selftest(named, dtypes, healthy=healthy)
+    write_json(json_file, found.summary())
+    out.print(found.report())
+    return 0 if found.passed else 1
 
 
 @app.command()

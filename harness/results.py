@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from tapcheck.checks.comparison import Comparison
     from tapcheck.compatibility.environment import Environment
     from tapcheck.compatibility.known_issues import KnownIssue
     from tapcheck.compatibility.nearest import Difference
@@ -39,32 +38,6 @@ def check_summary(row: MatrixRow) -> dict[str, Any]:
         "checks": [
             {"name": check.name, "status": status(check), "reason": check.reason}
             for check in row.checks
-        ],
-    }
-
-
-def diff_summary(comparison: Comparison) -> dict[str, Any]:
-    """What `tapcheck diff --json` writes, without the message: each claim as a check."""
-    ledger, failing, sites = comparison.ledger, comparison.failing_sites, comparison.sites
-    compared = bool(sites) and not comparison.empty_sites
-    claims = (
-        ("tokens", not comparison.token_problems, f"{len(comparison.token_problems)} differences"),
-        ("ledger", ledger.complete, f"{len(ledger.entries)} rows wrong of {ledger.due} due"),
-        (
-            "values",
-            compared and not failing,
-            f"{len(failing)} of {len(sites)} sites fail, {comparison.rows_compared} rows compared",
-        ),
-    )
-    return {
-        "verdict": "pass" if comparison.passed else "fail",
-        "rows_due": comparison.rows_due,
-        "rows_compared": comparison.rows_compared,
-        "worst_relative_error": _finite(comparison.worst_relative_error),
-        "smallest_passing_rtol": comparison.smallest_passing_rtol,
-        "checks": [
-            {"name": name, "status": "pass" if held else "fail", "reason": reason}
-            for name, held, reason in claims
         ],
     }
 
@@ -119,6 +92,29 @@ def require_folder(option: str, folder: Path | None) -> None:
     problem = _unwritable(there)
     if problem is not None:
         raise typer.BadParameter(problem, param_hint=f"'{option}'")
+
+
+def require_page(path: Path | None) -> None:
+    """As `require_writable`, for a report as an HTML page, which takes what draws its figures."""
+    require_writable("--html", path)
+    _require_plots(path)
+
+
+def require_bundle(folder: Path | None) -> None:
+    """As `require_page`, for a folder of reports and captures that is to be made, or is empty."""
+    require_folder("--bundle", folder)
+    if folder is not None and folder.is_dir() and any(folder.iterdir()):
+        problem = f"{str(folder)!r} holds something already: name a new folder"
+        raise typer.BadParameter(problem, param_hint="'--bundle'")
+    _require_plots(folder)
+
+
+def _require_plots(path: Path | None) -> None:
+    if path is None:
+        return
+    from tapcheck.checks.report import require_plots
+
+    require_plots()
 
 
 def _unwritable(folder: Path) -> str | None:

@@ -28,15 +28,18 @@ from tapcheck.runs import (
 from tapcheck.sites import Site
 from tapcheck.taps import require_all
 from tapcheck.transport import RowBatch
-from tapcheck.vllm.backend import (
-    DEFAULT_MAX_BUFFER_BYTES,
+from tapcheck.vllm.backend import DEFAULT_MAX_BUFFER_BYTES
+from tapcheck.vllm.engine import capture_metadata, engine_arguments, engine_environment
+from tapcheck.vllm.liveness import wake_those_waiting_when_it_dies
+from tapcheck.vllm.protocol import (
+    decode,
+    engine_errors,
+    first_line,
+    in_step,
     received,
     sites_of_all,
     unreachable,
 )
-from tapcheck.vllm.engine import capture_metadata, engine_arguments, engine_environment
-from tapcheck.vllm.liveness import wake_those_waiting_when_it_dies
-from tapcheck.vllm.protocol import decode, engine_errors, first_line, in_step
 from tapcheck.vllm.sampling import captured, one_for_each
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from tapcheck.models import layer_count, load_config, require_vocabulary
 from tapcheck.request import Request
 from tapcheck.runs import Plan, check_requests, make_plan, owner_keys
 from tapcheck.selectors import parse_selectors
-from tapcheck.sites import Site, parse_sites
+from tapcheck.sites import Site
 from tapcheck.taps import require_all
-from tapcheck.transport import RowBatch, merge, unpack
+from tapcheck.transport import RowBatch, merge
 from tapcheck.vllm.engine import (
     capture_metadata,
     engine_arguments,
@@ -29,8 +29,14 @@ from tapcheck.vllm.engine import (
     require_tested_vllm,
 )
 from tapcheck.vllm.liveness import wake_those_waiting_when_it_dies
-from tapcheck.vllm.protocol import decode, first_line, in_step
-from tapcheck.vllm.sampling import one_for_each
+from tapcheck.vllm.protocol import (
+    decode,
+    first_line,
+    in_step,
+    received,
+    sites_of_all,
+    unreachable,
+)
 from tapcheck.vllm.session import Discard, Session
 
 if TYPE_CHECKING:
@@ -141,12 +147,8 @@ class VLLMBackend:
         with a gap.
         """
         self._check(requests, max_new_tokens if sampling_params is None else 1)
-        each = one_for_each(sampling_params, requests)
         with self.session(sites, select, read_prefix_cache=read_prefix_cache) as session:
-            for request, params in zip(requests, each, strict=True):
-                session.add_request(request, params, max_new_tokens=max_new_tokens)
-            while session.unfinished:
-                session.step()
+            session.run(requests, sampling_params, max_new_tokens=max_new_tokens)
             return session.collect()
 
     @contextlib.contextmanager
@@ -182,16 +184,12 @@ class VLLMBackend:
         errors as for `capture`: beside it, this shows what capture costs or changes.
         """
         self._check(requests, max_new_tokens if sampling_params is None else 1)
-        each = one_for_each(sampling_params, requests)
-        outputs: dict[str, RequestOutput] = {}
         with self._one_at_a_time:
             self._uninstall()
             plan = Plan((), parse_selectors(select))
             with self._running(plan, False, lambda _owners: None) as session:
-                for request, params in zip(requests, each, strict=True):
-                    session.add_request(request, params, max_new_tokens=max_new_tokens)
-                while session.unfinished:
-                    outputs |= {output.request_id: output for output in session.step()}
+                ended = session.run(requests, sampling_params, max_new_tokens=max_new_tokens)
+        outputs = {output.request_id: output for output in ended}
         return [outputs[request.id] for request in requests]
 
     def reset_prefix_cache(self) -> None:
@@ -317,28 +315,3 @@ def _start(arguments: dict[str, Any], in_process: bool) -> Any:
     except Exception as error:
         model, reason = arguments["model"], first_line(error)
         raise EngineError(f"vLLM did not start {model!r}: {reason}") from error
-
-
-def sites_of_all(replies: Sequence[str], num_layers: int) -> tuple[Site, ...]:
-    """The sites that the workers name, each pipeline stage its own, in execution order."""
-    names = {name for reply in replies for name in decode(reply)}
-    return parse_sites(names, num_layers) if names else ()
-
-
-def received(replies: Sequence[bytes | str], receiver: Receiver) -> RowBatch:
-    """The rows of one drain of workers in other processes; raises what a worker replied instead.
-
-    Raises HandoverError, and takes none, when a worker's memory is out of reach.
-    """
-    sent = [decode(reply) if isinstance(reply, str) else reply for reply in replies]
-    return merge([unpack(drain) for drain in receiver.receive(sent)])
-
-
-def unreachable(error: Exception) -> str:
-    """What to say when an RPC fails: the extension is absent, or the engine is gone."""
-    return (
-        f"the engine's workers did not answer tapcheck: {first_line(error)}. If this is an engine "
-        "of your own, start it with worker_extension_cls="
-        "'tapcheck.vllm.worker.TapcheckWorkerExtension' or with TAPCHECK_ATTACH=1; if it ran "
-        "before, its process has ended: see its log above"
-    )

@@ -12,6 +12,9 @@ from typing import Any
 
 from tapcheck import errors
 from tapcheck.errors import EngineError, TapcheckError
+from tapcheck.handover import Receiver
+from tapcheck.sites import Site, parse_sites
+from tapcheck.transport import RowBatch, merge, unpack
 
 WORKER_EXTENSION = "tapcheck.vllm.worker.TapcheckWorkerExtension"
 
@@ -72,3 +75,28 @@ def engine_errors() -> Iterator[None]:
             f"the engine failed: {type(error).__name__}: {first_line(error)}. See vLLM's log above "
             "for the cause. If its process has ended, close this backend and start another"
         ) from error
+
+
+def sites_of_all(replies: Sequence[str], num_layers: int) -> tuple[Site, ...]:
+    """The sites that the workers name, each pipeline stage its own, in execution order."""
+    names = {name for reply in replies for name in decode(reply)}
+    return parse_sites(names, num_layers) if names else ()
+
+
+def received(replies: Sequence[bytes | str], receiver: Receiver) -> RowBatch:
+    """The rows of one drain of workers in other processes; raises what a worker replied instead.
+
+    Raises HandoverError, and takes none, when a worker's memory is out of reach.
+    """
+    sent = [decode(reply) if isinstance(reply, str) else reply for reply in replies]
+    return merge([unpack(drain) for drain in receiver.receive(sent)])
+
+
+def unreachable(error: Exception) -> str:
+    """What to say when an RPC fails: the extension is absent, or the engine is gone."""
+    return (
+        f"the engine's workers did not answer tapcheck: {first_line(error)}. If this is an engine "
+        "of your own, start it with worker_extension_cls="
+        "'tapcheck.vllm.worker.TapcheckWorkerExtension' or with TAPCHECK_ATTACH=1; if it ran "
+        "before, its process has ended: see its log above"
+    )

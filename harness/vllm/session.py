@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tapcheck.capture import Capture
@@ -12,7 +12,7 @@ from tapcheck.request import Request
 from tapcheck.runs import Plan, assemble, finished, prompt_to_run
 from tapcheck.transport import RowBatch
 from tapcheck.vllm.protocol import engine_errors
-from tapcheck.vllm.sampling import captured
+from tapcheck.vllm.sampling import captured, one_for_each
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -112,6 +112,25 @@ class Session:
                 del self._running[owner]
                 output.request_id = request.id
                 ended.append(output)
+        return ended
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_new_tokens: int = 16,
+    ) -> list[RequestOutput]:
+        """Queue requests and step until none is left; returns what `step` did, of all that ended.
+
+        `sampling_params` are for all requests, or one for each. Raises as `add_request` and `step`.
+        """
+        each = one_for_each(sampling_params, requests)
+        for request, params in zip(requests, each, strict=True):
+            self.add_request(request, params, max_new_tokens=max_new_tokens)
+        ended = []
+        while self._running:
+            ended += self.step()
         return ended
 
     def abort_request(self, request_id: str) -> None:
