@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tapcheck.capture import Capture
-from tapcheck.checks import assert_captures_match
+from tapcheck.capture import Capture, SiteRows
+from tapcheck.checks import assert_captures_match, compare_captures
 from tapcheck.models import encode
-from tapcheck.sites import all_sites
+from tapcheck.sites import Site, all_sites
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
@@ -31,3 +32,34 @@ def test_the_trained_model_equals_transformers_at_every_layer_in_float32(
     comparison = assert_captures_match(actual, expected)
     assert comparison.rows_compared == comparison.rows_due == len(actual)
     assert len(actual) == len(all_sites(30)) * sum(len(ids) + 7 for ids in prompts)
+
+
+def test_in_bfloat16_it_passes_and_a_2_percent_scale_or_one_misplaced_row_fails(
+    real_model: Path,
+    capture_pair: Callable[..., tuple[Capture, Capture]],
+    hf_capture: Callable[..., Capture],
+) -> None:
+    sites = [site for site in all_sites(30) if site.point != "logits"]
+    prompts = [encode(real_model, text) for text in TEXTS]
+    actual, expected = capture_pair(
+        real_model,
+        prompts=prompts,
+        sites=sites,
+        max_new_tokens=8,
+        dtype="bfloat16",
+        max_model_len=512,
+    )
+    reference = hf_capture(real_model, prompts=actual.requests, sites=sites)
+    assert_captures_match(actual, expected, reference=reference)
+    for layer in (0, 14, 29):
+        site = Site("resid_post", layer)
+        rows = actual.rows[site]
+        swapped = rows.values.clone()
+        swapped[[7, 8]] = swapped[[8, 7]]
+        scaled = rows.values * 1.02
+        for values in (scaled, swapped):
+            faulty = replace(actual, rows={**actual.rows, site: SiteRows(rows.columns, values)})
+            found = compare_captures(faulty, expected, reference=reference)
+            assert [failing.site for failing in found.failing_sites] == [site]
+            if values is scaled:  # the fixed tolerance can't see it
+                assert compare_captures(faulty, expected).passed
