@@ -1,12 +1,12 @@
 """What capturing costs: generation with every layer's residual stream captured over without.
 
-    python benchmarks/capture_overhead.py [--width 256] [--layers 4] [--pairs 9]
+    python benchmarks/capture_overhead.py [--width 256] [--layers 4] [--pairs 20]
 
 16 concurrent requests of 32 prompt and 64 new tokens, `generated[*]` at all layers, float32,
-eager, rows delivered to the caller. Runs with and without capture alternate in one engine, first
-with the engine in a subprocess, then in this process. The last line is a JSON object:
-`subprocess` and `in_process` are medians of the paired time ratios; `rows_due` and
-`rows_delivered` are counted over all runs with capture.
+eager, rows delivered to the caller. Runs with and without capture alternate in one engine, each of
+them first in every other pair: an engine in a subprocess, then one in this process. The last line
+is a JSON object: `subprocess` and `in_process` are medians of the paired time ratios; `rows_due`
+and `rows_delivered` are counted over all runs with capture.
 """
 
 from __future__ import annotations
@@ -76,11 +76,13 @@ def measure(model: Path, layers: int, pairs: int, in_process: bool) -> dict[str,
 
         captured(), untap(), plain()  # warm up both
         delivered, ratios, seconds = 0, [], []
-        for _ in range(pairs):
-            without = timed(plain)
-            ratios.append(timed(captured) / without)
-            seconds.append(without)
-            untap()
+        for pair in range(pairs):
+            took = {}
+            for run in (plain, captured) if pair % 2 else (captured, plain):
+                untap()
+                took[run] = timed(run)
+            ratios.append(took[captured] / took[plain])
+            seconds.append(took[plain])
     return {
         "ratio": round(statistics.median(ratios), 3),
         "seconds": round(statistics.median(seconds), 3),
@@ -93,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--pairs", type=int, default=20)
     arguments = parser.parse_args()
     width, layers = arguments.width, arguments.layers
     with tempfile.TemporaryDirectory() as folder:
