@@ -87,7 +87,8 @@ def row_floors(own_error: FloatArray, dtype: torch.dtype) -> FloatArray:
 
 def allowances(floor: FloatArray) -> FloatArray:
     """The largest relative error that each row may have, shape [rows]."""
-    return np.minimum(ROW_LIMIT * floor, np.maximum(MOST_ALLOWED, floor))
+    allowed: FloatArray = np.minimum(ROW_LIMIT * floor, np.maximum(MOST_ALLOWED, floor))
+    return allowed
 
 
 def suspects(error: FloatArray, floor: FloatArray) -> IntArray:

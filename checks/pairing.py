@@ -168,7 +168,8 @@ class Pairs:
                 expected_index=self.wide[neighbour],
             ).relative_error
             found[there] |= errors <= SUSPECT_LIMIT * floor[neighbour]
-        return pairs[found]
+        misplaced: IntArray = pairs[found]
+        return misplaced
 
     def _errors(
         self, metrics: RowMetrics, allowed: FloatArray, floor: FloatArray | None = None

@@ -44,7 +44,7 @@ def test_the_wheel_holds_every_package_under_one_name(wheel: Path) -> None:
     names = names_in(wheel)
     top = {name.partition("/")[0] for name in names}
     assert top == {"tapcheck", f"{wheel.name.removesuffix('-py3-none-any.whl')}.dist-info"}
-    for package in ("", "vllm/", "compatibility/", "checks/", "fixtures/"):
+    for package in ("", "vllm/", "compatibility/", "checks/", "checks/report/", "fixtures/"):
         assert f"tapcheck/{package}__init__.py" in names
 
 
@@ -66,10 +66,17 @@ def test_the_wheel_holds_every_source_file_and_no_test(wheel: Path) -> None:
 def test_the_wheel_holds_the_data_that_the_package_reads(wheel: Path) -> None:
     expected = {"tapcheck/py.typed"} | {
         f"tapcheck/{path.relative_to(ROOT).as_posix()}"
-        for pattern in ("*.json", "*.html", "rows/*.json")
-        for path in (ROOT / "compatibility").glob(pattern)
+        for folder, patterns in (
+            ("compatibility", ("*.json", "*.html", "rows/*.json")),
+            ("checks/report", ("*.json", "*.html")),
+        )
+        for pattern in patterns
+        for path in (ROOT / folder).glob(pattern)
     }
     assert "tapcheck/compatibility/row.schema.json" in expected
+    assert {"tapcheck/checks/report/report.html", "tapcheck/checks/report/report.schema.json"} < (
+        expected
+    )
     code = {name for name in names_in(wheel) if name.endswith(".py") or ".dist-info/" in name}
     assert names_in(wheel) - code == expected
 

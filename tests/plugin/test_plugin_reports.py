@@ -43,7 +43,11 @@ def test_compares_nothing():
 )
 
 _COMPARED = st.builds(
-    Compared, st.integers(0, 99), st.integers(0, 99), st.sampled_from([0.0, 0.5, math.nan, 2.0])
+    Compared,
+    st.integers(0, 99),
+    st.integers(0, 99),
+    st.sampled_from([0.0, 0.5, math.nan, 2.0]),
+    st.sampled_from([None, "request 'a'", "request 'b'"]),
 )
 
 
@@ -63,8 +67,10 @@ def test_a_tests_properties_hold_the_sum_of_its_comparisons(
         assert math.isnan(total.worst_error)
     else:
         assert total.worst_error == max(errors)
+    first = next((part.first_divergence for part in parts if part.first_divergence), None)
+    assert total.first_divergence == first
     assert properties[: len(others)] == others
-    assert len(properties) == len(others) + 3
+    assert len(properties) == len(others) + 3 + (first is not None)
 
 
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]])
@@ -102,9 +108,22 @@ def test_the_numbers_land_in_junit(pytester: pytest.Pytester, workers: list[str]
             "tapcheck_rows_due": "3",
             "tapcheck_rows_compared": "3",
             "tapcheck_worst_relative_error": "0.5",
+            "tapcheck_first_divergence": "request 'r', site resid_post.0, position 0",
         },
         "test_compares_nothing": {},
     }
+
+
+def test_a_lost_row_lands_in_junit_as_the_first_divergence(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        CAPTURES + "\ndef test_lost():\n    assert_captures_match(capture(rows=2), capture())\n"
+    )
+    pytester.runpytest_subprocess("--junitxml=out.xml").assert_outcomes(failed=1)
+    found = {
+        item.get("name"): item.get("value")
+        for item in ET.parse(pytester.path / "out.xml").iter("property")
+    }
+    assert found["tapcheck_first_divergence"] == "request 'r', site resid_post.0, position 2"
 
 
 @pytest.mark.parametrize("workers", [[], ["-n", "1"]])
