@@ -12,7 +12,7 @@ from typing import Any
 # Everything that captures or judges, and the models that are judged; the command line does neither.
 PACKAGES = ("tapcheck", "tapcheck.vllm", "tapcheck.checks")
 MODELS = ("tapcheck.fixtures", "zoo.py")
-NOT_JUDGING = ("__main__.py", "cli.py", "results.py", "terminal.py")
+NOT_JUDGING = ("__main__.py", "cli.py", "cli_captures.py", "results.py", "terminal.py")
 
 
 def source_hash(function: Callable[..., Any]) -> str:
