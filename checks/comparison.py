@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from tapcheck.checks.ledger import Ledger
 from tapcheck.checks.noise_floor import SiteFloor
 from tapcheck.checks.numerics import FloatArray, IntArray
 from tapcheck.sites import Site
+
+if TYPE_CHECKING:
+    from tapcheck.checks.diagnosis import Diagnosis
 
 TokenKind = Literal["missing request", "unexpected request", "prompt length", "token ids"]
 
@@ -133,21 +136,30 @@ class SiteSummary:
         """The largest relative error of any row over what it is allowed; NaN as above."""
         return float(self.errors.ratio.max()) if self.errors and len(self.errors) else math.nan
 
+    @property
+    def excess(self) -> float:
+        """The largest of a row's error, and the site's two medians, over what is allowed."""
+        if self.floor is None:
+            return self.worst_ratio
+        of_medians = self.floor.median_ratio / self.floor.median_limit
+        of_bias = abs(self.floor.bias) / self.floor.bias_limit
+        return max(self.worst_ratio, of_medians, of_bias)
+
 
 @dataclass(frozen=True)
 class Comparison:
     """Two captures, compared: tokens, then the ledger, then numbers.
 
     The ledger holds the expected capture's rows against the actual capture's. `sites` are in
-    execution order. `explanation` says which rows the failing ones equal, where one was found.
-    `request_ids` are what the rows' request numbers stand for.
+    execution order. `request_ids` are what the rows' request numbers stand for. `diagnoses` are the
+    hypotheses that explain what differs, the likeliest first; empty where nothing known does.
     """
 
     token_problems: tuple[TokenProblem, ...]
     ledger: Ledger
     sites: tuple[SiteSummary, ...]
     request_ids: tuple[str, ...]
-    explanation: str | None = None
+    diagnoses: tuple[Diagnosis, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -205,6 +217,12 @@ class Comparison:
         """The largest error of any row over what it is allowed; NaN as above. Above 1 fails."""
         ratios = [site.worst_ratio for site in self.sites if site.rows or site.failing]
         return max(ratios) if ratios and not any(map(math.isnan, ratios)) else math.nan
+
+    @property
+    def excess(self) -> float:
+        """The largest number of any site over its limit; NaN as above. Above 1 fails."""
+        found = [site.excess for site in self.sites if site.rows or site.failing]
+        return max(found) if found and not any(map(math.isnan, found)) else math.nan
 
     @property
     def smallest_passing_rtol(self) -> float | None:

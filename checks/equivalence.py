@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from tapcheck.capture import Capture, IntArray, SiteRows
-from tapcheck.checks import comparison_listeners, hints
+from tapcheck.checks import comparison_listeners
 from tapcheck.checks.comparison import Comparison, SiteSummary
+from tapcheck.checks.diagnosis import diagnose
 from tapcheck.checks.ledger import Ledger, LedgerEntry, RowBook, cached_positions
 from tapcheck.checks.message import explain
-from tapcheck.checks.pairing import FailingRows, Pairs
+from tapcheck.checks.pairing import Pairs
 from tapcheck.checks.tokens import compare_tokens
 from tapcheck.checks.tolerances import ToleranceError, check_rtol
 from tapcheck.sites import Site
@@ -64,7 +67,6 @@ def compare_captures(
     entries: list[LedgerEntry] = []
     summaries: list[SiteSummary] = []
     due = delivered = 0
-    failing: FailingRows | None = None
     for site in sorted(set(actual.rows) | set(expected.rows)):
         mine, theirs = actual.rows.get(site), expected.rows.get(site)
         expected_keys = np.empty(0, np.int64)
@@ -80,18 +82,15 @@ def compare_captures(
         pairs = Pairs.match(site, mine, theirs, book, expected_keys)
         if reference is not None and wide_book is not None:
             pairs = pairs.against(*_rows_at(site, reference, wide_book))
-        summary = pairs.judge(rtol)
-        summaries.append(summary)
-        if failing is None and not summary.passed and summary.errors is not None:
-            failing = pairs.sample_failing(summary.errors, hints.SAMPLE)
-    explanation = hints.explain(failing, expected) if failing else None
-    return Comparison(
+        summaries.append(pairs.judge(rtol))
+    comparison = Comparison(
         token_problems=tuple(compare_tokens(actual.requests, expected.requests)),
         ledger=Ledger(due, delivered, tuple(entries), book.cached),
         sites=tuple(summaries),
         request_ids=tuple(request.id for request in book.requests),
-        explanation=explanation,
     )
+    diagnoses = diagnose(actual, expected, comparison, reference=reference)
+    return replace(comparison, diagnoses=diagnoses)
 
 
 def _reference_book(reference: Capture, expected: Capture, rtol: float | None) -> RowBook:

@@ -28,9 +28,8 @@ def explain(comparison: Comparison) -> str:
         _ledger_lines(comparison.ledger),
         _divergence_lines(comparison),
         _site_table(comparison.failing_sites),
-        [_smallest_rtol(comparison)],
         _diagnosis_lines(comparison),
-        [f"what to try next: {_next(comparison)}"],
+        [_smallest_rtol(comparison), f"what to try next: {_next(comparison)}"],
     ]
     return "\n".join(line for section in sections for line in section)
 
@@ -273,13 +272,13 @@ def _diagnosis_lines(comparison: Comparison) -> list[str]:
 
 
 def _next(comparison: Comparison) -> str:
-    if comparison.diagnoses:
-        return comparison.diagnoses[0].way_out
     if comparison.token_problems:
         return "make the token ids equal first: rows of other tokens cannot agree"
+    if comparison.diagnoses:
+        return comparison.diagnoses[0].way_out
     row = comparison.first_divergence
     if row is not None:
-        return comparison.explanation or _next_for_unexplained(row)
+        return _next_for_unexplained(row)
     if comparison.failing_sites:
         return "look for one shard of a tensor-parallel model, or for another model"
     if comparison.ledger.entries:

@@ -26,22 +26,6 @@ from tapcheck.sites import Site
 
 
 @dataclass(frozen=True, eq=False)
-class FailingRows:
-    """Some of the rows that fail at one site, the first of them included.
-
-    request_ids, positions, relative_error and allowed have n entries; values are the actual
-    capture's, widened, of shape [n, width].
-    """
-
-    site: Site
-    request_ids: tuple[str, ...]
-    positions: IntArray
-    values: torch.Tensor
-    relative_error: FloatArray
-    allowed: FloatArray
-
-
-@dataclass(frozen=True, eq=False)
 class Pairs:
     """The rows of one site that both captures have, by request and position.
 
@@ -203,23 +187,6 @@ class Pairs:
             expected_value=float(self.expected.values[int(self.right[pair]), feature]),
             nan_count=int(metrics.nan_count[pair]),
             inf_count=int(metrics.inf_count[pair]),
-        )
-
-    def sample_failing(self, errors: RowErrors, count: int) -> FailingRows | None:
-        """At most `count` of the failing rows, evenly spread; of all, where none fails alone."""
-        failing = errors.failing
-        if not len(failing):
-            failing = np.arange(len(errors))
-        if not len(failing):
-            return None
-        chosen = failing[np.linspace(0, len(failing) - 1, min(count, len(failing))).astype(int)]
-        return FailingRows(
-            site=self.site,
-            request_ids=tuple(self.book.requests[int(at)].id for at in errors.request[chosen]),
-            positions=errors.position[chosen],
-            values=widened(self.actual.values[torch.from_numpy(self.left[chosen])]),
-            relative_error=errors.relative_error[chosen],
-            allowed=errors.allowed[chosen],
         )
 
 

@@ -17,7 +17,6 @@ import torch
 
 from tapcheck.capture import Capture
 from tapcheck.checks.equivalence import compare_captures
-from tapcheck.checks.faults import FAULTS
 from tapcheck.checks.identities import identities_hold
 from tapcheck.checks.jobs import NARROW_DTYPES, SELFTEST, Job
 from tapcheck.checks.ledger import compare_ledger
@@ -43,6 +42,7 @@ from tapcheck.checks.outputs import (
     top_k_logprobs,
 )
 from tapcheck.checks.report import write_bundle
+from tapcheck.checks.selftest import run_selftest
 from tapcheck.compatibility.rows import EngineSettings
 from tapcheck.compatibility.verdict import CheckResult, Condition
 from tapcheck.hf import HFBackend
@@ -167,7 +167,7 @@ def judge_engine(
 def judge_the_judge(job: Job) -> Finding:
     """Whether faults are caught, and Transformers' captures are right to hold others against."""
     reference = _reference(job)
-    results = [_timed(SELFTEST, lambda: check_the_checker(reference))]
+    results = [_timed(SELFTEST, lambda: check_the_checker(job.model, job.path))]
     requests = make_requests(reference.vocabulary_size)[2:6]
     started = time.monotonic()
     for result in judge_oracle(reference, requests):
@@ -274,31 +274,36 @@ def check_equivalence(
     return comparison_result(check_equivalence, comparison, note=note)
 
 
-def check_the_checker(reference: HFBackend) -> CheckResult:
-    """Every injected fault is caught in a real capture, and the healthy capture passes."""
-    requests = make_requests(reference.vocabulary_size)[2:6]
-    healthy = reference.capture(requests, reference.sites, max_new_tokens=4)
-    missed = [
-        fault.name
-        for fault in FAULTS.values()
-        if compare_captures(fault.inject(healthy), healthy).passed
-    ]
-    false_alarms = 0 if compare_captures(healthy, healthy).passed else 1
-    caught = len(FAULTS) - len(missed)
-    reason = f"{caught} of {len(FAULTS)} injected faults caught, {false_alarms} false alarms"
-    if missed:
-        reason += f"; missed: {', '.join(missed)}"
+def check_the_checker(model: str, path: str) -> CheckResult:
+    """Every injected fault is caught in a real capture, in float32 and by the noise floor.
+
+    And a healthy capture is not. The largest number over its limit of the healthy captures and of
+    the weakest fault, both in bfloat16, say how much room there is between the two.
+    """
+    found = run_selftest({model: path}, ("float32",), healthy=1)
+    narrow = run_selftest({model: path}, ("bfloat16",), healthy=1)
+    both = found + narrow
+    reason = both.report().splitlines()[-2]
+    if both.missed:
+        reason += f"; missed: {', '.join(f'{one.fault} in {one.dtype}' for one in both.missed)}"
     return completed(
         check_the_checker,
         reason,
         {
-            "faults_injected": len(FAULTS),
-            "faults_caught": caught,
-            "false_alarms": false_alarms,
+            "faults_injected": len(both.injections),
+            "faults_caught": both.caught,
+            "faults_named": both.named,
+            "healthy": len(both.healthy),
+            "false_alarms": len(both.false_alarms),
+            "largest_healthy_excess": max(narrow.healthy),
+            "weakest_fault_excess": narrow.weakest,
         },
         Condition("faults_injected", ">=", 1),
         Condition("faults_caught", "==", "faults_injected"),
+        Condition("healthy", ">=", 1),
         Condition("false_alarms", "==", 0),
+        Condition("largest_healthy_excess", "<=", 1),
+        Condition("weakest_fault_excess", ">=", 1),
     )
 
 

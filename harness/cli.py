@@ -286,7 +286,7 @@ def selftest(
     ] = 4,
     json_file: JsonOption = None,
 ) -> int:
-    """Test the checker: inject every fault into real captures, and judge healthy ones."""
+    """Test the checker with faults injected into real captures."""
     require_writable("--json", json_file)
 
     from tapcheck.checks.selftest import run_selftest

@@ -179,6 +179,7 @@ class HFBackend:
             "engine": {
                 "architecture": type(self._model).__name__,
                 "attention_implementation": str(self._model.config._attn_implementation),
+                "sliding_window": getattr(self._config.get_text_config(), "sliding_window", None),
             },
             "environment": self._environment,
         }

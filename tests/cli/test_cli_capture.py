@@ -143,7 +143,9 @@ def test_what_does_not_fit_the_model_is_refused_before_an_engine_starts(
     llama: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tapcheck.cli_captures._engine", lambda *_: pytest.fail("an engine was started"))
+    monkeypatch.setattr(
+        "tapcheck.cli_captures._engine", lambda *_: pytest.fail("an engine was started")
+    )
     assert message in refused("capture", llama, *arguments, "--backend", backend, *TO)
 
 

