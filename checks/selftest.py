@@ -21,7 +21,7 @@ from tapcheck.capture import Capture
 from tapcheck.checks.comparison import Comparison
 from tapcheck.checks.equivalence import compare_captures
 from tapcheck.checks.faults import FAULTS
-from tapcheck.checks.model_faults import MODEL_FAULTS, sliding_window
+from tapcheck.checks.faults.models import MODEL_FAULTS, sliding_window
 from tapcheck.errors import CaptureError
 from tapcheck.hf import HFBackend
 from tapcheck.request import Request

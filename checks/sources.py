@@ -9,8 +9,15 @@ from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
-# Everything that captures or judges, and the models that are judged; the command line does neither.
-PACKAGES = ("tapcheck", "tapcheck.vllm", "tapcheck.checks")
+# Everything that captures or judges, and the models that are judged; the command line and reports
+# do neither.
+PACKAGES = (
+    "tapcheck",
+    "tapcheck.vllm",
+    "tapcheck.checks",
+    "tapcheck.checks.diagnosis",
+    "tapcheck.checks.faults",
+)
 MODELS = ("tapcheck.fixtures", "zoo.py")
 NOT_JUDGING = ("__main__.py", "cli.py", "cli_captures.py", "results.py", "terminal.py")
 

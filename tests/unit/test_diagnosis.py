@@ -17,7 +17,7 @@ from tapcheck.capture import Capture, SiteRows
 from tapcheck.checks.diagnosis import MAX_DIAGNOSES, Diagnosis, diagnose
 from tapcheck.checks.equivalence import compare_captures
 from tapcheck.checks.faults import FAULTS, Fault
-from tapcheck.checks.model_faults import MODEL_FAULTS
+from tapcheck.checks.faults.models import MODEL_FAULTS
 from tapcheck.hf import HFBackend
 from tapcheck.request import Request
 from tapcheck.sites import parse_site

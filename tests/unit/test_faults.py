@@ -16,8 +16,8 @@ from synthetic import synthetic_capture
 from tapcheck.capture import Capture
 from tapcheck.checks.equivalence import compare_captures
 from tapcheck.checks.faults import FAULTS, Fault, narrowed, transposed
+from tapcheck.checks.faults.models import MODEL_FAULTS, ModelFault, sliding_window
 from tapcheck.checks.message import explain
-from tapcheck.checks.model_faults import MODEL_FAULTS, ModelFault, sliding_window
 from tapcheck.errors import CaptureError
 from tapcheck.hf import HFBackend
 from tapcheck.request import Request

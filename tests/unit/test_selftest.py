@@ -11,7 +11,7 @@ import pytest
 
 from tapcheck.checks import selftest as module
 from tapcheck.checks.faults import FAULTS, Fault
-from tapcheck.checks.model_faults import MODEL_FAULTS
+from tapcheck.checks.faults.models import MODEL_FAULTS
 from tapcheck.checks.selftest import Injection, SelfTest, run_selftest, selftest
 
 pytestmark = pytest.mark.usefixtures("one_thread")

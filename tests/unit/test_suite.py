@@ -234,7 +234,6 @@ MISSED = Injection("m", "float32", "scaled", "capture", False, None, None, None)
 @pytest.mark.parametrize(
     ("found", "unmet_metrics", "said"),
     [
-        (SelfTest((replace(MISSED, caught=True, excess=2.0),), (0.5,)), set(), "1 of 1"),
         (SelfTest((MISSED,), (0.5,)), {"faults_caught", "weakest_fault_excess"}, "missed: scaled"),
         (
             SelfTest((replace(MISSED, caught=True, excess=2.0),), (1.5,), ("m: condemned",)),

@@ -10,7 +10,15 @@ import numpy.typing as npt
 import torch
 
 from tapcheck.capture import IntArray
-from tapcheck.checks.evidence import Case, Hypothesis, Lookup, Predict, Rows, Sample, norms
+from tapcheck.checks.diagnosis.evidence import (
+    Case,
+    Hypothesis,
+    Lookup,
+    Predict,
+    Rows,
+    Sample,
+    norms,
+)
 from tapcheck.checks.numerics import FloatArray
 from tapcheck.checks.pairing import widened
 from tapcheck.sites import Site

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from tapcheck.checks.comparison import RowErrors, SiteSummary
-from tapcheck.checks.displacements import BoolArray
-from tapcheck.checks.evidence import Case, Diagnosis, Hypothesis, Lookup, Rows, Sample
+from tapcheck.checks.diagnosis.displacements import BoolArray
+from tapcheck.checks.diagnosis.evidence import Case, Diagnosis, Hypothesis, Lookup, Rows, Sample
 from tapcheck.checks.numerics import row_metrics
 
 _SEE = ": see add_special_tokens, and the chat template"

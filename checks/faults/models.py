@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tapcheck.capture import Capture, SiteRows
-from tapcheck.checks.rewriting import lacks, rows_at
+from tapcheck.checks.faults.rewriting import lacks, rows_at
 from tapcheck.errors import CaptureError
 from tapcheck.hf import HFBackend
 from tapcheck.request import Request

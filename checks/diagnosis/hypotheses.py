@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from tapcheck.checks.displacements import displaced
-from tapcheck.checks.evidence import GAIN, Case, Hypothesis, Lookup, Rows, Sample, norms
+from tapcheck.checks.diagnosis.displacements import displaced
+from tapcheck.checks.diagnosis.evidence import GAIN, Case, Hypothesis, Lookup, Rows, Sample, norms
 from tapcheck.checks.faults import transposed
 from tapcheck.sites import LAYER_POINTS, Site
 

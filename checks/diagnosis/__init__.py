@@ -1,9 +1,9 @@
 """Why two captures differ: hypotheses held against all sites, and those that explain the numbers.
 
 A hypothesis is accepted when the failing rows, held against what it predicts, would pass the judge
-that condemned them (see `tapcheck.checks.evidence`). Accepted ones are ranked by how many of the
-failing sites they explain, then by how well. Rows are sampled: at most SAMPLE at each of MAX_SITES
-failing sites.
+that condemned them (see `tapcheck.checks.diagnosis.evidence`). Accepted ones are ranked by how many
+of the failing sites they explain, then by how well. Rows are sampled: at most SAMPLE at each of
+MAX_SITES failing sites.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from tapcheck.capture import Capture
 from tapcheck.checks.comparison import Comparison, SiteSummary
-from tapcheck.checks.evidence import SAMPLE, Case, Diagnosis, Hypothesis, Verdict, spread
-from tapcheck.checks.hypotheses import hypotheses
-from tapcheck.checks.patterns import (
+from tapcheck.checks.diagnosis.evidence import SAMPLE, Case, Diagnosis, Hypothesis, Verdict, spread
+from tapcheck.checks.diagnosis.hypotheses import hypotheses
+from tapcheck.checks.diagnosis.patterns import (
     agreement,
     ledger_findings,
     part_findings,
@@ -24,7 +24,7 @@ from tapcheck.checks.patterns import (
     token_findings,
     width_findings,
 )
-from tapcheck.checks.profiles import computation_findings
+from tapcheck.checks.diagnosis.profiles import computation_findings
 
 __all__ = ["MAX_DIAGNOSES", "MAX_SITES", "SAMPLE", "Diagnosis", "diagnose"]
 

@@ -2,7 +2,7 @@
 
 Every fault is deterministic, leaves the capture it is given untouched, and changes at least one
 row; where the capture lacks what the fault needs, it raises CaptureError. Faults of what the model
-computes can't be made from a capture: those are in `tapcheck.checks.model_faults`.
+computes can't be made from a capture: those are in `tapcheck.checks.faults.models`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tapcheck.capture import Capture, SiteRows, concatenate
-from tapcheck.checks.rewriting import (
+from tapcheck.checks.faults.rewriting import (
     lacks,
     lookup,
     mapped,

@@ -13,8 +13,8 @@ import numpy as np
 
 from tapcheck.capture import IntArray
 from tapcheck.checks.comparison import Comparison, RowErrors
-from tapcheck.checks.displacements import BoolArray, place_of
-from tapcheck.checks.evidence import Case, Diagnosis
+from tapcheck.checks.diagnosis.displacements import BoolArray, place_of
+from tapcheck.checks.diagnosis.evidence import Case, Diagnosis
 from tapcheck.checks.noise_floor import FEWEST_ROWS
 from tapcheck.checks.numerics import FloatArray
 from tapcheck.sites import Site

@@ -32,7 +32,7 @@ GAIN = 0.15
 class Diagnosis:
     """One hypothesis that explains what differs, likelier than those after it.
 
-    `fault` is its name in `tapcheck.checks.faults.FAULTS` or `model_faults.MODEL_FAULTS`. `error`
+    `fault` is its name in `tapcheck.checks.faults.FAULTS` or `faults.models.MODEL_FAULTS`. `error`
     is the largest relative error that it leaves, None where it predicts no values.
     """
 
