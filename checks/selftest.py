@@ -124,12 +124,12 @@ class SelfTest:
         lines += [f"false alarm: {alarm}" for alarm in self.false_alarms]
         lines += [f"left out: {reason}" for reason in self.not_applicable]
         lines.append(
-            f"{self.caught} of {len(self.injections)} injected faults caught, {self.named} named; "
-            f"{len(self.false_alarms)} of {len(self.healthy)} healthy captures condemned"
-        )
-        lines.append(
             f"of what is allowed, healthy captures took at most {max(self.healthy, default=0):.0%} "
             f"and the weakest fault {self.weakest:.0%}"
+        )
+        lines.append(
+            f"{self.caught} of {len(self.injections)} injected faults caught, {self.named} named; "
+            f"{len(self.false_alarms)} of {len(self.healthy)} healthy captures condemned"
         )
         return "\n".join(lines)
 

@@ -283,7 +283,7 @@ def check_the_checker(model: str, path: str) -> CheckResult:
     found = run_selftest({model: path}, ("float32",), healthy=1)
     narrow = run_selftest({model: path}, ("bfloat16",), healthy=1)
     both = found + narrow
-    reason = both.report().splitlines()[-2]
+    reason = both.report().splitlines()[-1]
     if both.missed:
         reason += f"; missed: {', '.join(f'{one.fault} in {one.dtype}' for one in both.missed)}"
     return completed(

@@ -43,8 +43,9 @@ def test_a_healthy_pair_differs_as_engines_do(model_zoo: Callable[[str], Path]) 
     assert one.actual.requests != other.actual.requests
     assert one.actual != one.expected
     assert one.reference is not None
-    assert one.compare(one.actual).passed
-    assert one.diagnose(one.actual, one.compare(one.actual)) == ()
+    comparison = one.compare(one.actual)
+    assert comparison.passed
+    assert comparison.diagnoses == ()
 
 
 def test_a_fault_that_nothing_shows_fails_the_test(
@@ -100,6 +101,7 @@ def test_results_add_up_and_are_reported_by_fault() -> None:
     lines = found.report().splitlines()
     assert lines[2].split() == ["scaled", "2", "of", "2", "scaled"]
     assert "left out: no window" in lines
+    assert lines[-2].endswith("took at most 50% and the weakest fault 130%")
     assert lines[-1] == (
         "3 of 4 injected faults caught, 2 named; 0 of 3 healthy captures condemned"
     )
