@@ -57,10 +57,13 @@ def test_check_judges_a_model_in_both_topologies(
     assert result["rows_compared"] == result["rows_due"] > 1000
     assert 0 < result["worst_relative_error"] < 1e-5
     kinds = [check["name"].partition("[")[0] for check in result["checks"]]
-    engine = ["ledger", "equivalence", "tokens", "top_k_logprobs", "kl_divergence"]
+    oracle = ["padding_changes_nothing", "last_layer_is_before_the_final_norm",
+              "layers_are_unique", "attention_is_the_model_s_own",
+              "dtype_is_as_requested"]  # fmt: skip
+    engine = ["ledger", "equivalence", "tokens", "top_k_logprobs", "kl_divergence", "identities"]
     itself = ["capture_changes_nothing", "alone_equals_batched", "reordered",
               "cold_equals_warm_prefix", "one_shot_equals_chunked"]  # fmt: skip
-    assert kinds == ["selftest", *(engine * 2), *itself]
+    assert kinds == ["selftest", *oracle, *(engine * 2), *itself]
     assert {check["status"] for check in result["checks"]} == {"pass"}
     (row,) = (tmp_path / "rows").iterdir()
     assert str(tmp_path) not in row.read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from tapcheck.fixtures.pool import EnginePool
 from tapcheck.request import Request
 from tapcheck.sites import all_sites
 from tapcheck.transport import RowBatch
-from tapcheck.vllm import backend as vllm_backend
+from tapcheck.vllm import protocol
 from tapcheck.vllm.backend import VLLMBackend
 
 pytestmark = pytest.mark.engine
@@ -46,13 +46,13 @@ def one_core_for_each_worker() -> Iterator[None]:
 def delivered(monkeypatch: pytest.MonkeyPatch) -> list[list[RowBatch]]:
     """The batches of each drain, as they came from the workers."""
     drains: list[list[RowBatch]] = []
-    merge = vllm_backend.merge
+    merge = protocol.merge
 
     def recorded(batches: list[RowBatch]) -> RowBatch:
         drains.append(list(batches))
         return merge(drains[-1])
 
-    monkeypatch.setattr(vllm_backend, "merge", recorded)
+    monkeypatch.setattr(protocol, "merge", recorded)
     return drains
 
 
