@@ -179,9 +179,11 @@ def require_vocabulary(model: str | Path, config: Any, requests: Iterable[Reques
     """Raise ModelError, naming request and position, for a token id outside the vocabulary."""
     size = _declared(config, "vocab_size")
     for request in requests:
-        for position, token in enumerate(request.token_ids):
-            if not 0 <= token < size:
-                raise ModelError(
-                    f"request {request.id!r}, position {position}: token id {token} is outside "
-                    f"the vocabulary of {str(model)!r}, which has {size} tokens"
-                )
+        tokens = request.token_ids
+        if min(tokens) >= 0 and max(tokens) < size:
+            continue
+        position = next(i for i, token in enumerate(tokens) if not 0 <= token < size)
+        raise ModelError(
+            f"request {request.id!r}, position {position}: token id {tokens[position]} is outside "
+            f"the vocabulary of {str(model)!r}, which has {size} tokens"
+        )

@@ -212,11 +212,14 @@ class RowStore:
         """
         if self._chunk is None:
             return
-        rows = self.selected(terms[0])
+        selection = self._selection
+        if selection is not None:
+            terms = [self.selected(term) for term in terms]
+        rows = terms[0]
         if len(terms) > 1:
             for term in terms[1:]:
-                rows = rows + self.selected(term)
-        elif not isinstance(self._selection, torch.Tensor):
+                rows = rows + term
+        elif not isinstance(selection, torch.Tensor):
             rows = rows.clone()  # a view of what will change; an index or a sum is a copy already
         self.put_selected(site, rows)
 
@@ -258,7 +261,9 @@ class RowStore:
             chunk.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             chunk.copied.record()
         if chunk.live:
-            chunk.nbytes = sum(rows.nbytes for rows in chunk.values.values())
+            chunk.nbytes = 0 if self._run is None else self._run.chunks[0].nbytes
+            if not chunk.nbytes:  # not in a run, or its first
+                chunk.nbytes = sum(rows.nbytes for rows in chunk.values.values())
             self.held_bytes += chunk.nbytes
         if self.held_bytes > self.max_bytes:
             raise CaptureError(
@@ -329,13 +334,20 @@ class RowStore:
                 for site in self.sites
             }
         index = (np.cumsum(sizes) - sizes)[at] + row
-        in_order = np.array_equal(index, np.arange(sizes.sum()))
+        in_order = np.arange(sizes.sum())
+        if np.array_equal(index, in_order):
+            return {s: torch.cat([chunk.values[s] for chunk in chunks]) for s in self.sites}
+        alike = bool((sizes == sizes[0]).all())
+        if alike and np.array_equal(index, in_order.reshape(len(chunks), -1).T.reshape(-1)):
+            return {  # every request has one row of every step
+                s: torch.stack([chunk.values[s] for chunk in chunks], dim=1).flatten(0, 1)
+                for s in self.sites
+            }
         take = torch.from_numpy(index)
-        values = {}
-        for site in self.sites:  # a slice of each would cost more than a second copy of all
-            whole = torch.cat([chunk.values[site] for chunk in chunks])
-            values[site] = whole if in_order else whole.index_select(0, take)
-        return values
+        return {  # a slice of each would cost more than a second copy of all
+            s: torch.cat([chunk.values[s] for chunk in chunks]).index_select(0, take)
+            for s in self.sites
+        }
 
     def discard(self, owners: Sequence[str]) -> None:
         """Forget the rows of these owners."""
