@@ -1,18 +1,20 @@
-"""The recorded row nearest to this machine, and what differs from it."""
+"""Recorded rows that answer for this machine: the nearest one, or one of the very same run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from packaging.version import InvalidVersion, Version
 
 from tapcheck.compatibility.environment import Environment, describe_gpu
-from tapcheck.compatibility.rows import MatrixRow
+from tapcheck.compatibility.rows import MatrixRow, stale_checks
 
 _Gap = tuple[int, ...]
 _VERSIONS = ("torch", "transformers", "triton", "python")
 _NO_VERSION: _Gap = (1 << 30,) * 3
+# The sources themselves are compared by their hash.
+_NAMES_OF_SOURCES = ("tapcheck_commit", "tapcheck_dirty")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,34 @@ def differences(row: MatrixRow, environment: Environment) -> list[Difference]:
     """Fields of hardware and software that differ, in the order of Environment's fields."""
     tested, here = _flat(row.environment), _flat(environment)
     return [Difference(key, tested[key], here[key]) for key in here if tested[key] != here[key]]
+
+
+def same_run(
+    rows: Iterable[MatrixRow],
+    environment: Environment,
+    current_hashes: Mapping[str, str],
+    asked: Mapping[str, str],
+) -> MatrixRow | None:
+    """The newest row of this very run: checks, their sources, environment, engines; None if none.
+
+    `current_hashes` gives the source hash of each check that the run consists of, by name; `asked`
+    the fields of EngineSettings that were asked for (`dtype`, `mode`). A row in which a check was
+    lost (crash, timeout, error) is no such row: what went wrong may not do so again.
+    """
+    found = [
+        row
+        for row in rows
+        if set(row.expected_checks) == current_hashes.keys()
+        and not stale_checks(row, current_hashes)
+        and all(gap.field in _NAMES_OF_SOURCES for gap in differences(row, environment))
+        and row.settings
+        and all(
+            getattr(engine, name) == value
+            for engine in row.settings
+            for name, value in asked.items()
+        )
+    ]
+    return max(found, key=lambda row: (row.recorded_at, row.id), default=None)
 
 
 def _distance(tested: Environment, here: Environment) -> tuple[bool | _Gap, ...]:

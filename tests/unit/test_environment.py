@@ -10,14 +10,15 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from sample_rows import CPU_BUILD, H200, row
+from sample_rows import CPU_BUILD, ENGINE, H200, HASHES, ROW, check, row, skipped
 
 from tapcheck.compatibility import environment
 from tapcheck.compatibility.environment import collect_environment, vllm_distribution
 from tapcheck.compatibility.errors import DeviceError, UnsupportedVersionError
-from tapcheck.compatibility.nearest import Difference, differences, nearest_row
+from tapcheck.compatibility.nearest import Difference, differences, nearest_row, same_run
 from tapcheck.compatibility.rows import read_row, write_row
 from tapcheck.compatibility.versions import OVERRIDE, TESTED_VLLM, require_supported_vllm
 
@@ -208,6 +209,38 @@ def test_of_equally_near_rows_the_newest_is_taken() -> None:
     older = row(id="20250101T000000Z-000001", recorded_at="2025-01-01T00:00:00Z")
     assert nearest_row([older, row()], CPU_BUILD) == row()
     assert nearest_row([row(), older], CPU_BUILD) == row()
+
+
+def test_the_same_run_is_found_whatever_commit_it_was_of() -> None:
+    elsewhere = replace(CPU_BUILD, tapcheck_commit="f" * 40, tapcheck_dirty=True)
+    older = row(id="20250101T000000Z-000001", recorded_at="2025-01-01T00:00:00Z")
+    assert same_run([older, ROW], elsewhere, HASHES, {"dtype": "float32", "mode": "hook"}) is ROW
+    assert same_run([], CPU_BUILD, HASHES, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "hashes", "asked"),
+    [
+        ({}, {**HASHES, "ledger": "changed"}, {}),
+        ({}, {**HASHES, "later": "hash of later"}, {}),
+        ({}, {"ledger": HASHES["ledger"]}, {}),
+        ({}, HASHES, {"dtype": "bfloat16"}),
+        ({}, HASHES, {"dtype": "float32", "mode": "graph"}),
+        ({"settings": (ENGINE, replace(ENGINE, dtype="float16"))}, HASHES, {"dtype": "float32"}),
+        ({"settings": ()}, HASHES, {}),
+        ({"environment": replace(CPU_BUILD, transformers="5.20.0")}, HASHES, {}),
+        ({"environment": replace(CPU_BUILD, cpu="another")}, HASHES, {}),
+        ({"environment": replace(CPU_BUILD, gpu=H200)}, HASHES, {}),
+        ({"checks": (check("equivalence"), skipped("ledger", "crash"))}, HASHES, {}),
+    ],
+)
+def test_another_run_is_not_taken_for_the_same(
+    changes: dict[str, Any], hashes: dict[str, str], asked: dict[str, str]
+) -> None:
+    if "checks" in changes:  # a lost check has no source: nothing judged
+        lost = replace(changes["checks"][1], source_hash="")
+        changes = {"checks": (changes["checks"][0], lost)}
+    assert same_run([row(**changes)], CPU_BUILD, hashes, asked) is None
 
 
 def test_differences_name_the_fields_and_both_values() -> None:
