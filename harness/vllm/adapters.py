@@ -85,15 +85,16 @@ class _Decoded:
     ahead: int = 0
 
 
-class V1RunnerAdapter:
-    """Adapter of `vllm.v1.worker.gpu_model_runner.GPUModelRunner` and its CPU subclass."""
+class _WatchingAdapter:
+    """What the adapters share: how passes are announced, given each slot of a pass and its rows."""
 
-    runner = "v1"
     # Rows of the dummy pass: enough for a median, few enough for any max_num_batched_tokens.
     _DUMMY_ROWS = 8
 
     def __init__(self, model_runner: Any) -> None:
         self._runner = model_runner
+        # The scheduler's output while a scheduled pass may run: the model is called without one
+        # for dummy passes.
         self._scheduled: Any = None
         self._step = 0
         self._decoded: _Decoded | None = None
@@ -125,29 +126,13 @@ class V1RunnerAdapter:
 
         return bool(get_pp_group().is_last_rank)
 
-    def run_dummy_forward(self) -> None:
-        """Run one forward pass without KV cache, as vLLM's own memory profiling does."""
-        self._runner._dummy_run(self._DUMMY_ROWS, is_profile=True)
-
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Logits as the runner computes them for its sampler and for prompt logprobs."""
         logits: torch.Tensor | None = self.model.compute_logits(hidden)  # type: ignore[operator]
         return logits
 
     def watch(self, begin: Begin, end: End) -> None:
-        """Call `begin(layout)` before and `end(model output)` after every scheduled forward.
-
-        Dummy passes call the model without `execute_model`, so they find nothing scheduled.
-        """
-        execute_model = self._runner.execute_model
-        shadowed = vars(self._runner).get("execute_model")
-
-        def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self._scheduled = scheduler_output
-            try:
-                return execute_model(scheduler_output, *args, **kwargs)
-            finally:
-                self._scheduled = None
+        """Call `begin(layout)` before and `end(model output)` after every scheduled forward."""
 
         def before(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
             if self._scheduled is not None:
@@ -157,17 +142,10 @@ class V1RunnerAdapter:
             if self._scheduled is not None:
                 end(output)
 
-        def restore() -> None:
-            if shadowed is None:
-                del self._runner.execute_model
-            else:
-                self._runner.execute_model = shadowed
-
-        self._runner.execute_model = execute
         self._unwatch = [
             self.model.register_forward_pre_hook(before, with_kwargs=True).remove,
             self.model.register_forward_hook(after, with_kwargs=True).remove,
-            restore,
+            *self._watch_schedule(),
         ]
 
     def unwatch(self) -> None:
@@ -176,16 +154,40 @@ class V1RunnerAdapter:
             undo()
         self._unwatch = []
 
+    def _watch_schedule(self) -> list[Callable[[], None]]:
+        """Have `_scheduled` set for scheduled passes only; returns what undoes it."""
+        raise NotImplementedError
+
+    def _slots(self) -> tuple[Sequence[str], list[int]]:
+        """vLLM's id and the position of the first row of each slot of the pass, in row order."""
+        raise NotImplementedError
+
+    def _segments(self, starts: list[int]) -> tuple[Segment, ...]:
+        """The rows of each slot of the pass, whose rows start at these positions."""
+        raise NotImplementedError
+
+    def _shadow(self, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+        """Put `method` before a method of the runner; returns what undoes it."""
+        shadowed = vars(self._runner).get(name)
+
+        def restore() -> None:
+            if shadowed is None:
+                delattr(self._runner, name)
+            else:
+                setattr(self._runner, name, shadowed)
+
+        setattr(self._runner, name, method)
+        return restore
+
     def _layout(self, kwargs: dict[str, Any]) -> StepLayout | Repeat:
-        batch, scheduled = self._runner.input_batch, self._scheduled
-        # one read of the array, not one of each slot
-        starts = batch.num_computed_tokens_cpu[: len(batch.req_ids)].tolist()
+        scheduled = self._scheduled
+        request_ids, starts = self._slots()
         rows = int(kwargs["positions"].shape[-1])
         step, self._step = self._step, self._step + 1
         last = self._decoded
         if (
             last is not None
-            and batch.req_ids == last.request_ids
+            and request_ids == last.request_ids
             and not scheduled.scheduled_new_reqs
             and not scheduled.scheduled_spec_decode_tokens
             and not scheduled.scheduled_cached_reqs.resumed_req_ids
@@ -199,21 +201,46 @@ class V1RunnerAdapter:
         layout = StepLayout(step, self._segments(starts), rows)
         self._decoded = None
         if layout.decodes:
-            self._decoded = _Decoded(layout, [*batch.req_ids], [start + 1 for start in starts])
+            self._decoded = _Decoded(layout, [*request_ids], [start + 1 for start in starts])
         return layout
 
+
+class V1RunnerAdapter(_WatchingAdapter):
+    """Adapter of `vllm.v1.worker.gpu_model_runner.GPUModelRunner` and its CPU subclass."""
+
+    runner = "v1"
+
+    def run_dummy_forward(self) -> None:
+        """Run one forward pass without KV cache, as vLLM's own memory profiling does."""
+        self._runner._dummy_run(self._DUMMY_ROWS, is_profile=True)
+
+    def _watch_schedule(self) -> list[Callable[[], None]]:
+        """Dummy passes call the model without `execute_model`."""
+        execute_model = self._runner.execute_model
+
+        def execute(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            self._scheduled = scheduled
+            try:
+                return execute_model(scheduled, *args, **kwargs)
+            finally:
+                self._scheduled = None
+
+        return [self._shadow("execute_model", execute)]
+
+    def _slots(self) -> tuple[Sequence[str], list[int]]:
+        batch = self._runner.input_batch
+        # one read of the array, not one of each slot
+        starts: list[int] = batch.num_computed_tokens_cpu[: len(batch.req_ids)].tolist()
+        return batch.req_ids, starts
+
     def _segments(self, starts: list[int]) -> tuple[Segment, ...]:
-        """The rows of each slot of the batch, whose rows start at these positions."""
         scheduled = self._scheduled
         counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
         resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
         segments = []
         for start, request_id in zip(starts, self._runner.input_batch.req_ids, strict=True):
             state = self._runner.requests[request_id]
-            params = state.sampling_params
-            owner, forced = None, 0
-            if params is not None and params.extra_args:
-                owner, forced = params.extra_args.get(OWNER), params.extra_args.get(FORCED, 0)
+            owner, forced = _carried(state.sampling_params)
             segments.append(
                 Segment(
                     owner=owner,
@@ -228,14 +255,111 @@ class V1RunnerAdapter:
         return tuple(segments)
 
 
+class V2RunnerAdapter(_WatchingAdapter):
+    """Adapter of `vllm.v1.worker.gpu.model_runner.GPUModelRunner` and its CPU subclass.
+
+    This runner makes a batch of its own order for each pass and keeps it to itself, and forgets a
+    request's sampling parameters once they are on the device. So the batch is taken where the
+    runner makes it, and what a request carries where it arrives: one that arrived before `watch`
+    is nobody's.
+    """
+
+    runner = "v2"
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self._batch: Any = None
+        self._carried: dict[str, tuple[str | None, int]] = {}
+        self._preempted: set[str] = set()  # and not resumed yet
+        self._resumed: set[str] = set()  # by the scheduler's last output
+
+    def run_dummy_forward(self) -> None:
+        """Run one forward pass without KV cache, as vLLM's own memory profiling does."""
+        self._runner._dummy_run(self._DUMMY_ROWS, skip_attn=True, is_profile=True)
+
+    def _watch_schedule(self) -> list[Callable[[], None]]:
+        """Dummy passes go through `execute_model` too, but not through `prepare_inputs`."""
+        execute_model, prepare_inputs = self._runner.execute_model, self._runner.prepare_inputs
+        self._carried, self._preempted = {}, set()
+
+        def execute(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            if not kwargs.get("dummy_run"):
+                self._learn(scheduled)
+            try:
+                return execute_model(scheduled, *args, **kwargs)
+            finally:
+                self._scheduled = self._batch = None
+
+        def prepare(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = prepare_inputs(scheduled, *args, **kwargs)
+            self._scheduled, self._batch = scheduled, batch
+            return batch
+
+        return [self._shadow("execute_model", execute), self._shadow("prepare_inputs", prepare)]
+
+    def _learn(self, scheduled: Any) -> None:
+        """Take in who arrives, leaves and was preempted; a resumed request arrives anew."""
+        self._preempted |= scheduled.preempted_req_ids or set()
+        for gone in scheduled.finished_req_ids:
+            self._carried.pop(gone, None)
+            self._preempted.discard(gone)
+        arrived = {
+            new.req_id: _carried(new.sampling_params) for new in scheduled.scheduled_new_reqs
+        }
+        self._carried |= arrived
+        self._resumed = self._preempted & arrived.keys()
+        self._preempted -= self._resumed
+
+    def _slots(self) -> tuple[Sequence[str], list[int]]:
+        return self._batch.req_ids, self._batch.num_computed_tokens_np.tolist()
+
+    def _segments(self, starts: list[int]) -> tuple[Segment, ...]:
+        batch, drafts = self._batch, self._batch.num_draft_tokens_per_req
+        rows = batch.num_scheduled_tokens.tolist()
+        # Not prefill_len: of a resumed request that counts what it had generated.
+        lengths = self._runner.req_states.prompt_len.np[batch.idx_mapping_np].tolist()
+        drafted = [0] * len(rows) if drafts is None else drafts.tolist()
+        segments = []
+        for request_id, *slot in zip(batch.req_ids, starts, rows, lengths, drafted, strict=True):
+            start, count, length, draft_rows = slot
+            owner, forced = self._carried.get(request_id, (None, 0))
+            segments.append(
+                Segment(
+                    owner=owner,
+                    start=start,
+                    rows=count,
+                    prompt_length=length - forced,
+                    drafts=draft_rows,
+                    resumed=request_id in self._resumed,
+                    forced=forced,
+                )
+            )
+        return tuple(segments)
+
+
+def _carried(sampling_params: Any) -> tuple[str | None, int]:
+    """A request's owner, None for nobody's, and how many tokens of its prompt were forced."""
+    extra = (sampling_params.extra_args if sampling_params is not None else None) or {}
+    return extra.get(OWNER), extra.get(FORCED, 0)
+
+
 def adapter_for(worker: Any) -> RunnerAdapter:
     """The adapter of a live worker's model runner; raises EngineError when there is none."""
-    if getattr(worker, "use_v2_model_runner", False):
+    runner = worker.model_runner
+    if not getattr(worker, "use_v2_model_runner", False):
+        return V1RunnerAdapter(runner)
+    if getattr(runner, "pcp_manager", None) is not None:
         raise EngineError(
-            "this engine runs vLLM's model runner V2, for which tapcheck has no adapter yet: "
-            "start it with VLLM_USE_V2_MODEL_RUNNER=0"
+            "this engine runs prefill context parallel, so each worker has other rows of a "
+            "request, which hook mode can't merge yet. Start it with "
+            "prefill_context_parallel_size=1"
         )
-    return V1RunnerAdapter(worker.model_runner)
+    if getattr(runner, "adaptive_verification", None) is not None:
+        raise EngineError(
+            "this engine decides on the device how many draft tokens it verifies, so which rows "
+            "are whose is not known when they are taken. Start it without adaptive verification"
+        )
+    return V2RunnerAdapter(runner)
 
 
 def find_embedding(model: nn.Module) -> nn.Module | None:

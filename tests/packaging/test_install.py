@@ -93,6 +93,21 @@ print([tapcheck.__file__, len(known.known_issues())])
     assert issues > 0
 
 
+def test_a_plain_install_brings_the_triton_backend_only_to_who_asks(
+    installed: Path, run: Run
+) -> None:
+    script = """
+import subprocess, sys
+from tapcheck.fixtures.interpreter import interpreter_environment
+show = [sys.executable, "-c", "from triton.backends import backends; print('cpu' in backends)"]
+print([subprocess.check_output(show, text=True, env=env).strip()
+       for env in (None, interpreter_environment())])
+"""
+    done = run(installed, "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert ast.literal_eval(done.stdout) == ["False", "True"]
+
+
 def test_a_plain_install_has_the_command(installed: Path, run: Run) -> None:
     done = run(installed.with_name("tapcheck"), "--help")
     assert done.returncode == 0, done.stderr

@@ -37,7 +37,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[str, str] | No
 @pytest.fixture
 def start(model_zoo: Callable[[str], Path]) -> Start:
     def arguments(**engine_args: Any) -> dict[str, Any]:
-        return engine_arguments(model_zoo("llama"), "float32", True, engine_args)
+        return engine_arguments(model_zoo("llama"), "float32", True, None, engine_args)
 
     return arguments
 
@@ -115,15 +115,6 @@ def test_a_compiled_engine_is_refused(start: Start) -> None:
     assert "start the engine with enforce_eager=True" in message
 
 
-def test_model_runner_v2_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    message = refusal(KnownIssueError, start)
-    assert "runner='v2'" in message
-    assert "VLLM_USE_V2_MODEL_RUNNER=0" in message
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert start()["enforce_eager"] is True
-
-
 def test_another_worker_extension_is_refused(start: Start) -> None:
     message = refusal(EngineError, lambda: start(worker_extension_cls="mine.Extension"))
     assert "worker_extension_cls is how tapcheck reaches the worker" in message
@@ -134,20 +125,20 @@ def test_architectures_known_to_fail_in_process_are_refused_there_only(
     tmp_path: Path, architecture: str
 ) -> None:
     model = with_model_type(tmp_path, architecture)
-    message = refusal(KnownIssueError, lambda: engine_arguments(model, "float32", True, {}))
+    message = refusal(KnownIssueError, lambda: engine_arguments(model, "float32", True, None, {}))
     assert "in_process=False" in message
-    assert engine_arguments(model, "float32", False, {})["model"] == str(model)
+    assert engine_arguments(model, "float32", False, None, {})["model"] == str(model)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float64"])
 def test_other_dtypes_are_refused(model_zoo: Callable[[str], Path], dtype: str) -> None:
-    message = refusal(ModelError, lambda: engine_arguments(model_zoo("llama"), dtype, True, {}))
+    message = refusal(ModelError, lambda: engine_arguments(model_zoo("llama"), dtype, True, None, {}))
     assert "say one of float32, bfloat16, float16" in message
 
 
 def test_a_model_that_isn_t_there_is_refused(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
-    message = refusal(ModelError, lambda: engine_arguments(nowhere, "float32", True, {}))
+    message = refusal(ModelError, lambda: engine_arguments(nowhere, "float32", True, None, {}))
     assert message == f"model '{nowhere}': no such folder"
 
 

@@ -76,6 +76,24 @@ def test_an_environment_identifies_neither_machine_nor_person() -> None:
     assert sys.prefix not in text
 
 
+@pytest.mark.parametrize(
+    ("version", "interpreted"),
+    [("3.9.0", "3.9.0+interpreted"), ("3.9.0+git1", "3.9.0+git1.interpreted")],
+)
+def test_interpreted_triton_is_named_beside_its_version(
+    monkeypatch: pytest.MonkeyPatch, version: str, interpreted: str
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    install(monkeypatch, triton=version)
+    assert collect_environment("cpu").triton == version
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert collect_environment("cpu").triton == version
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert collect_environment("cpu").triton == interpreted
+    install(monkeypatch)
+    assert collect_environment("cpu").triton is None
+
+
 def test_collecting_for_the_cpu_imports_no_engine() -> None:
     code = (
         "import sys; from tapcheck.compatibility.environment import collect_environment; "

@@ -78,7 +78,6 @@ def test_the_shipped_issues_are_those_that_were_found() -> None:
         "hooks-under-compilation",
         "olmo2-and-gpt-neox-in-process",
         "tensor-parallel-in-process-on-0-28-0",
-        "model-runner-v2",
     ]
 
 
@@ -112,18 +111,15 @@ def test_a_healthy_combination_is_not_refused() -> None:
 
 def test_every_issue_that_matches_is_named() -> None:
     with pytest.raises(KnownIssueError) as raised:
-        refuse_known_bad({**HEALTHY, "runner": "v2", "enforce_eager": False})
-    assert "model-runner-v2" in str(raised.value)
+        refuse_known_bad({**HEALTHY, "architecture": "olmo2", "enforce_eager": False})
+    assert "olmo2-and-gpt-neox-in-process" in str(raised.value)
     assert "hooks-under-compilation" in str(raised.value)
 
 
 def test_possible_issues_are_those_that_nothing_rules_out() -> None:
     assert possible_issues({}) == list(known_issues())
     on_gpu = {**environment_terms(CPU_BUILD), "distribution": "vllm"}
-    assert [issue.id for issue in possible_issues(on_gpu)] == [
-        "hooks-under-compilation",
-        "model-runner-v2",
-    ]
+    assert [issue.id for issue in possible_issues(on_gpu)] == ["hooks-under-compilation"]
 
 
 def test_a_misspelt_key_is_an_error_and_not_a_combination_without_issues() -> None:
