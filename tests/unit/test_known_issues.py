@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
-from sample_rows import CPU_BUILD
+from sample_rows import CPU_BUILD, H200
 
 from tapcheck.compatibility import known_issues as module
 from tapcheck.compatibility.errors import KnownIssueError
@@ -34,10 +35,14 @@ HEALTHY: dict[str, Value] = {
     "tensor_parallel_size": 1,
     "quantization": None,
     "dtype": "float32",
-}
-OTHER: dict[str, Value] = {
-    "enforce_eager": True,
-    "in_process": False,
+    "compiled": False,
+    "cudagraph_mode": "NONE",
+    "batch_invariant": False,
+    "prefix_caching": True,
+    "speculative_method": None,
+    "extracts_in_order": None,
+    "experts": False,
+    "linear_attention": False,
 }
 
 
@@ -47,13 +52,17 @@ def alternatives(issue: KnownIssue, key: str) -> list[Value]:
     options: list[Value] = [term] if isinstance(term, str | int) else list(term or ())
     if key not in VERSION_KEYS:
         return options
-    return [next(iter(SpecifierSet(str(option)))).version for option in options]
+    versions = [next(iter(SpecifierSet(str(option)))).version for option in options]
+    return [version.replace("*", "0") for version in versions]
 
 
-def other_value(key: str) -> Value:
+def other_value(key: str, value: Value) -> Value:
+    """A value of this key that is no alternative of any issue's term, where there is one."""
+    if isinstance(value, bool):
+        return not value
     if key in VERSION_KEYS:
         return "0.0.1"
-    return OTHER.get(key, 99 if key.endswith("size") else "something else")
+    return 99 if isinstance(value, int) else "something else"
 
 
 CASES = [
@@ -73,12 +82,10 @@ def case_id(value: Any) -> str:
     return value.id if isinstance(value, KnownIssue) else str(value)
 
 
-def test_the_shipped_issues_are_those_that_were_found() -> None:
-    assert [issue.id for issue in known_issues()] == [
-        "hooks-under-compilation",
-        "olmo2-and-gpt-neox-in-process",
-        "tensor-parallel-in-process-on-0-28-0",
-    ]
+def test_there_are_ten_issues_at_least_each_with_its_source() -> None:
+    assert len(known_issues()) >= 10
+    for issue in known_issues():
+        assert "https://" in issue.source or "measured by tapcheck" in issue.source, issue.id
 
 
 @pytest.mark.parametrize(("issue", "key", "value"), CASES, ids=case_id)
@@ -97,7 +104,7 @@ def test_an_issue_lifts_when_any_term_stops_holding(
 ) -> None:
     combination = holding(issue, **{key: value})
     assert issue in matching_issues(combination)
-    assert issue not in matching_issues({**combination, key: other_value(key)})
+    assert issue not in matching_issues({**combination, key: other_value(key, value)})
     del combination[key]
     assert issue not in matching_issues(combination)
     assert issue in possible_issues(combination)
@@ -119,7 +126,18 @@ def test_every_issue_that_matches_is_named() -> None:
 def test_possible_issues_are_those_that_nothing_rules_out() -> None:
     assert possible_issues({}) == list(known_issues())
     on_gpu = {**environment_terms(CPU_BUILD), "distribution": "vllm"}
-    assert [issue.id for issue in possible_issues(on_gpu)] == ["hooks-under-compilation"]
+    possible = {issue.id for issue in possible_issues(on_gpu)}
+    assert "hooks-under-compilation" in possible
+    assert "olmo2-and-gpt-neox-in-process" not in possible
+
+
+def test_a_gpu_rules_out_what_is_seen_on_other_capabilities_only() -> None:
+    replay = "gemma-4-26b-a4b-graph-replay-on-capability-10"
+    for capability, possible in (("10.0", True), ("10.3", True), ("9.0", False), ("12.0", False)):
+        gpu = replace(H200, capability=capability)
+        terms = environment_terms(replace(CPU_BUILD, gpu=gpu, vllm_distribution="vllm"))
+        assert (replay in [issue.id for issue in possible_issues(terms)]) is possible
+    assert replay not in [issue.id for issue in possible_issues(environment_terms(CPU_BUILD))]
 
 
 def test_a_misspelt_key_is_an_error_and_not_a_combination_without_issues() -> None:
