@@ -99,6 +99,11 @@ class Repeat(NamedTuple):
     ahead: int
 
     @property
+    def total_rows(self) -> int:
+        """Rows in the pass's tensors."""
+        return self.first.total_rows
+
+    @property
     def layout(self) -> StepLayout:
         """The pass in full."""
         first = self.first

@@ -1,4 +1,4 @@
-"""The vLLM backend in hook mode, over vLLM's `AsyncLLM`: captures that run concurrently."""
+"""The vLLM backend over vLLM's `AsyncLLM`: captures that run concurrently."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ from tapcheck.sites import Site
 from tapcheck.taps import require_all
 from tapcheck.transport import RowBatch
 from tapcheck.vllm.backend import DEFAULT_MAX_BUFFER_BYTES
-from tapcheck.vllm.engine import capture_metadata, engine_arguments, engine_environment
+from tapcheck.vllm.engine import (
+    capture_metadata,
+    engine_arguments,
+    engine_environment,
+    make_graph,
+)
 from tapcheck.vllm.liveness import wake_those_waiting_when_it_dies
 from tapcheck.vllm.protocol import (
     decode,
@@ -83,15 +88,18 @@ class AsyncVLLMBackend:
         *,
         dtype: str = "float32",
         max_buffer_bytes: int = DEFAULT_MAX_BUFFER_BYTES,
+        graph_layers: Iterable[int] | None = None,
+        graph_taps: Iterable[str | Site] = (),
         **engine_args: Any,
     ) -> AsyncVLLMBackend:
         """Start an engine; arguments and errors as for `VLLMBackend`."""
-        arguments = engine_arguments(model, dtype, False, engine_args)
+        graph = make_graph(graph_layers, graph_taps, layer_count(load_config(model)))
+        arguments = engine_arguments(model, dtype, False, graph, engine_args)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            with engine_environment(in_process=False):
+            with engine_environment(False, graph):
                 engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except Exception as error:
             reason = first_line(error)

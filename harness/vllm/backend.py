@@ -1,4 +1,4 @@
-"""The vLLM backend in hook mode, over vLLM's `LLM`."""
+"""The vLLM backend over vLLM's `LLM`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from tapcheck.sites import Site
 from tapcheck.taps import require_all
 from tapcheck.transport import RowBatch, merge
 from tapcheck.vllm.engine import (
+    Graph,
     capture_metadata,
     engine_arguments,
     engine_environment,
+    make_graph,
     release_engine_memory,
     require_tested_vllm,
 )
@@ -48,7 +50,13 @@ DEFAULT_MAX_BUFFER_BYTES = 4 << 30
 
 
 class VLLMBackend:
-    """Captures inside vLLM with forward hooks, in an eager engine that it starts itself.
+    """Captures inside vLLM, in an engine that it starts itself.
+
+    The engine is eager, and any site can be captured by forward hooks, unless `graph_layers` or
+    `graph_taps` is given: then it is compiled, and the taps are part of the compiled forward.
+    `graph_layers` names the layers whose `resid_post` comes out as auxiliary output, for models
+    with vLLM's EAGLE-3 interface; `graph_taps` names other sites, each copied through a buffer of
+    max_num_batched_tokens rows. No other site can be captured then, but for `logits`.
 
     `in_process=True` runs the engine core in this process (a new engine takes seconds);
     `in_process=False` runs it in a subprocess, as vLLM does by default. `engine_args` go to
@@ -69,13 +77,20 @@ class VLLMBackend:
         dtype: str = "float32",
         in_process: bool = True,
         max_buffer_bytes: int = DEFAULT_MAX_BUFFER_BYTES,
+        graph_layers: Iterable[int] | None = None,
+        graph_taps: Iterable[str | Site] = (),
         **engine_args: Any,
     ) -> None:
-        arguments = engine_arguments(model, dtype, in_process, engine_args)
+        graph = make_graph(graph_layers, graph_taps, layer_count(load_config(model)))
+        arguments = engine_arguments(model, dtype, in_process, graph, engine_args)
         # No local variable for the engine: an exception that vLLM logs keeps this frame alive.
         try:
             self._use(
-                _start(arguments, in_process), str(model), dtype, in_process, max_buffer_bytes
+                _start(arguments, in_process, graph),
+                str(model),
+                dtype,
+                in_process,
+                max_buffer_bytes,
             )
         except BaseException:
             self.close()
@@ -306,11 +321,11 @@ class VLLMBackend:
         self.close()
 
 
-def _start(arguments: dict[str, Any], in_process: bool) -> Any:
+def _start(arguments: dict[str, Any], in_process: bool, graph: Graph | None) -> Any:
     from vllm import LLM
 
     try:
-        with engine_environment(in_process):
+        with engine_environment(in_process, graph):
             return LLM(**arguments)
     except Exception as error:
         model, reason = arguments["model"], first_line(error)

@@ -6,17 +6,22 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tapcheck.compatibility.environment import collect_environment, vllm_distribution
 from tapcheck.compatibility.known_issues import refuse_known_bad
 from tapcheck.compatibility.versions import require_supported_vllm
-from tapcheck.errors import EngineError
-from tapcheck.models import load_config, require_dtype
+from tapcheck.errors import EngineError, SiteError
+from tapcheck.models import layer_count, load_config, require_dtype
+from tapcheck.sites import Site, parse_sites
+from tapcheck.taps import LOGITS
 from tapcheck.vllm.facts import engine_facts
+from tapcheck.vllm.loading import CONFIG_KEY, tap_after_loading
+from tapcheck.vllm.plugin import GRAPH
 from tapcheck.vllm.protocol import WORKER_EXTENSION
 
 # The CPU build takes half the machine's memory for its KV cache unless told otherwise.
@@ -25,8 +30,45 @@ _CPU_KV_CACHE_GIB = "1"
 _UNSEARCHABLE = "llvmlite.binding.ffi"
 
 
+@dataclass(frozen=True)
+class Graph:
+    """What is tapped in a compiled engine.
+
+    layers: those after which the residual stream is an auxiliary output, ascending. taps: the sites
+    with a static tap, in execution order.
+    """
+
+    layers: tuple[int, ...]
+    taps: tuple[Site, ...]
+
+
+def make_graph(
+    layers: Iterable[int] | None, taps: Iterable[str | Site], num_layers: int
+) -> Graph | None:
+    """The plan of a graph engine; None, for hook mode, when neither was given.
+
+    `logits` is left out of the taps: it needs none. Raises SiteError for what the model hasn't.
+    """
+    taps = list(taps)
+    if layers is None and not taps:
+        return None
+    chosen = tuple(sorted(set(layers or ())))
+    sites = (
+        parse_sites([Site("resid_post", layer) for layer in chosen], num_layers) if chosen else ()
+    )
+    static = parse_sites(taps, num_layers) if taps else ()
+    twice = [str(site) for site in static if site in sites]
+    if twice:
+        raise SiteError(f"{', '.join(twice)} is in graph_layers and in graph_taps: name it once")
+    return Graph(chosen, tuple(site for site in static if site != LOGITS))
+
+
 def engine_arguments(
-    model: str | Path, dtype: str, in_process: bool, engine_args: Mapping[str, Any]
+    model: str | Path,
+    dtype: str,
+    in_process: bool,
+    graph: Graph | None,
+    engine_args: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Arguments for `LLM` or `AsyncEngineArgs`, after refusing what is known to capture wrongly.
 
@@ -42,24 +84,50 @@ def engine_arguments(
     arguments: dict[str, Any] = {
         "model": str(model),
         "dtype": require_dtype(dtype),
-        "enforce_eager": True,
+        "enforce_eager": graph is None,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "seed": 0,
         **engine_args,
         "worker_extension_cls": WORKER_EXTENSION,
     }
+    if graph is not None:
+        _add_graph(arguments, graph, layer_count(config))
     refuse_known_bad(
         engine_facts(
             config,
             arguments,
             distribution=distribution,
             vllm=version,
-            mode="hook",
+            mode="hook" if graph is None else "graph",
             in_process=in_process,
         )
     )
     return arguments
+
+
+def _add_graph(arguments: dict[str, Any], graph: Graph, num_layers: int) -> None:
+    """Ask for the plan; raises EngineError for settings under which there is no compiled graph."""
+    if arguments["enforce_eager"]:
+        raise EngineError(
+            "graph_layers and graph_taps tap a compiled engine, and enforce_eager=True asks for "
+            "one that isn't: leave it out, or leave these out and capture by hooks"
+        )
+    if int(arguments.get("pipeline_parallel_size", 1)) > 1:
+        raise EngineError(
+            "graph mode taps engines of one pipeline stage: start this one with "
+            "pipeline_parallel_size=1, or eagerly, with neither graph_layers nor graph_taps"
+        )
+    arguments["additional_config"] = {
+        **arguments.get("additional_config", {}),
+        CONFIG_KEY: {
+            "num_layers": num_layers,
+            "layers": list(graph.layers),
+            "taps": [str(site) for site in graph.taps],
+            # as all of this, part of the compile cache's key
+            "version": metadata.version("tapcheck"),
+        },
+    }
 
 
 def require_tested_vllm() -> tuple[str, str]:
@@ -71,12 +139,15 @@ def require_tested_vllm() -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def engine_environment(in_process: bool) -> Iterator[None]:
+def engine_environment(in_process: bool, graph: Graph | None = None) -> Iterator[None]:
     """vLLM's environment variables while an engine starts; the caller's are back afterwards."""
     wanted = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_CACHE_GIB),
     }
+    if graph is not None:
+        wanted[GRAPH] = "1"
+        tap_after_loading()  # the plugin has run in this process already, for an earlier engine
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     # Where numba is loaded, vLLM 0.32.0 dies of looking through this module's names for kernels.
@@ -100,7 +171,7 @@ def capture_metadata(
     device = "cpu" if (vllm_distribution() or ("",))[0] == "vllm-cpu" else "cuda"
     return {
         "backend": "vllm",
-        "mode": "hook",
+        "mode": "hook" if settings["graph"] is None else "graph",
         "model": model,
         "dtype": dtype,
         "engine": {**settings, "topology": "in process" if in_process else "subprocess"},

@@ -7,54 +7,69 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
-import torch
-from torch.utils.hooks import RemovableHandle
-
-from tapcheck.anatomy import find_anatomy
-from tapcheck.contract import ModelContract, Tensors, observe, solve
-from tapcheck.errors import CaptureError, EngineError
+from tapcheck.contract import Tensors
+from tapcheck.errors import CaptureError, EngineError, TapcheckError
 from tapcheck.handover import Sender
 from tapcheck.layout import Repeat, StepLayout
 from tapcheck.rowstore import RowStore
 from tapcheck.selectors import parse_selectors
 from tapcheck.sites import Site, parse_sites
-from tapcheck.taps import LOGITS, attach, plan_taps, tappable_sites
+from tapcheck.taps import LOGITS, Put
 from tapcheck.transport import RowBatch, packed_parts
-from tapcheck.vllm.adapters import RunnerAdapter, adapter_for, find_embedding, live_settings
+from tapcheck.vllm.adapters import RunnerAdapter, adapter_for, live_settings
+from tapcheck.vllm.graph import GraphTaps
+from tapcheck.vllm.hooks import HookTaps
+from tapcheck.vllm.loading import plan_of, split_output
 from tapcheck.vllm.protocol import encode_error, encode_result
 
 R = TypeVar("R")
 
 
+class Taps(Protocol):
+    """How a mode reads sites; `begin` and `end` enclose every scheduled forward pass."""
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites that this worker can read, in execution order; all but `logits`."""
+        ...
+
+    def attach(self, wanted: Sequence[Site], put: Put) -> list[Site]:
+        """Call `put` for each wanted site that is in this worker; returns these."""
+        ...
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        ...
+
+    def begin(self, rows: int) -> None:
+        """A forward pass of that many rows comes, of which some are selected."""
+        ...
+
+    def end(self, output: Any) -> None:
+        """It has returned `output`."""
+        ...
+
+
 class WorkerTaps:
     """The taps of one worker: installed for a set of sites and selectors, drained by owner."""
 
-    def __init__(self, adapter: RunnerAdapter, num_layers: int) -> None:
+    def __init__(self, adapter: RunnerAdapter, taps: Taps, num_layers: int) -> None:
         self.adapter = adapter
         self.num_layers = num_layers
+        self._taps = taps
         self._store: RowStore | None = None
-        self._handles: list[RemovableHandle] = []
         self._failure: Exception | None = None
         self._taps_logits = False
         self.sender = Sender()
 
-    @functools.cached_property
-    def _contract(self) -> ModelContract:
-        """What the model's tensors mean, from one dummy forward."""
-        model = self.adapter.model
-        # With tied weights the last stage has the embedding's module too, and never runs it.
-        embedding = find_embedding(model) if self.adapter.first_stage else None
-        anatomy = find_anatomy(model, self.num_layers, embedding)
-        return solve(anatomy, observe(anatomy, self.adapter.run_dummy_forward))
-
     @property
     def sites(self) -> list[str]:
-        """Every site that the model, or this pipeline stage of it, has."""
-        sites = tappable_sites(self._contract)
-        return [str(site) for site in (*sites, *([LOGITS] if self.adapter.last_stage else []))]
+        """Every site that can be installed, of this pipeline stage."""
+        logits = [LOGITS] if self.adapter.last_stage else []
+        return [str(site) for site in (*self._taps.sites, *logits)]
 
     def install(self, sites: list[str], select: list[int | str], max_bytes: int) -> list[str]:
         """Tap `sites` at the selected positions, in place of what was tapped before.
@@ -63,22 +78,20 @@ class WorkerTaps:
         `max_bytes` of rows that nobody drains end the capture with an error.
         """
         wanted = parse_sites(sites, self.num_layers)
-        plan = plan_taps(wanted, self._contract)
-        mine = [s for s in wanted if s in plan or (s == LOGITS and self.adapter.last_stage)]
-        store = RowStore(mine, parse_selectors(select), max_bytes)
+        selectors = parse_selectors(select)
         self.uninstall()
-        self._store, self._failure = store, None
-        self._taps_logits = LOGITS in mine
-        self._handles = attach(plan, self._put)
+        mine = self._taps.attach([site for site in wanted if site != LOGITS], self._put)
+        self._taps_logits = LOGITS in wanted and self.adapter.last_stage
+        mine += [LOGITS] if self._taps_logits else []
+        self._store, self._failure = RowStore(mine, selectors, max_bytes), None
         self.adapter.watch(self._begin, self._end)
         return [str(site) for site in mine]
 
     def uninstall(self) -> None:
-        """Remove every hook and forget every row."""
+        """Remove every tap and forget every row."""
         self.adapter.unwatch()
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._store = [], None
+        self._taps.detach()
+        self._store = None
 
     def drain(self, owners: dict[str, int]) -> RowBatch:
         """The rows of these owners; raises what went wrong in a hook since the last install."""
@@ -106,6 +119,8 @@ class WorkerTaps:
         if store is not None and self._failure is None:
             try:
                 store.begin_step(step, self.adapter.device)
+                if store.open:
+                    self._taps.begin(step.total_rows)
             except Exception as error:
                 self._fail(store, error)
 
@@ -126,8 +141,9 @@ class WorkerTaps:
                 self._fail(store, error)
 
     def _close_step(self, store: RowStore, output: Any) -> None:
+        self._taps.end(output)
         if self._taps_logits:
-            hidden = output if isinstance(output, torch.Tensor) else output[0]
+            hidden, _ = split_output(output)
             logits = self.adapter.compute_logits(store.selected(hidden))
             if logits is None:
                 raise CaptureError("this rank computes no logits, so site 'logits' has no rows")
@@ -162,8 +178,12 @@ class TapcheckWorkerExtension:
 
     @_answers
     def tapcheck_describe(self) -> str:
-        """The live engine's settings, as JSON."""
-        return encode_result(live_settings(self))
+        """The live engine's settings, as JSON; raises what kept graph mode from its taps."""
+        graph = _graph_taps(self)
+        told = None
+        if graph is not None:
+            told = {"sites": list(map(str, graph.sites)), "buffer_bytes": graph.buffer_bytes}
+        return encode_result({**live_settings(self), "graph": told})
 
     @_answers
     def tapcheck_sites(self, num_layers: str) -> str:
@@ -216,18 +236,35 @@ def _taps(worker: Any, num_layers: int) -> WorkerTaps:
     """The worker's taps, made when they are first needed."""
     taps: WorkerTaps | None = vars(worker).get("tapcheck_taps")
     if taps is None:
-        _refuse_untappable(worker)
-        taps = worker.tapcheck_taps = WorkerTaps(adapter_for(worker), num_layers)
+        graph = _graph_taps(worker)
+        _refuse_untappable(worker, compiled=graph is not None)
+        adapter = adapter_for(worker)
+        taps = WorkerTaps(adapter, graph or HookTaps(adapter, num_layers), num_layers)
+        worker.tapcheck_taps = taps
     return taps
 
 
-def _refuse_untappable(worker: Any) -> None:
-    """Refuse, by the live engine's settings, what would lose or duplicate rows in hook mode."""
+def _graph_taps(worker: Any) -> GraphTaps | None:
+    """What was placed in the worker before its model was compiled; None in hook mode."""
+    placed: GraphTaps | TapcheckError | None = vars(worker).get("tapcheck_graph")
+    if isinstance(placed, TapcheckError):
+        raise placed
+    if placed is None and plan_of(worker) is not None:
+        raise EngineError(
+            "this engine was started for graph mode, but tapcheck's vLLM plugin did not run in its "
+            "worker: VLLM_PLUGINS leaves it out, or tapcheck isn't installed there"
+        )
+    return placed
+
+
+def _refuse_untappable(worker: Any, compiled: bool) -> None:
+    """Refuse, by the live engine's settings, what would lose or duplicate rows."""
     settings = live_settings(worker)
-    if not settings["enforce_eager"]:
+    if not settings["enforce_eager"] and not compiled:
         raise EngineError(
             "this engine was started without enforce_eager=True: its forward is compiled, so hooks "
-            "never fire and a capture would be empty. Start it with enforce_eager=True"
+            "never fire and a capture would be empty. Start it with enforce_eager=True, or for "
+            "graph mode with graph_layers or graph_taps"
         )
     if settings["speculative"] and settings["async_scheduling"]:
         raise EngineError(
@@ -241,6 +278,6 @@ def _refuse_untappable(worker: Any) -> None:
         )
     if settings["data_parallel_size"] > 1:
         raise EngineError(
-            "this engine runs data parallel, so each worker has other requests, which hook mode "
-            "can't merge yet. Start it with data_parallel_size=1"
+            "this engine runs data parallel, so each worker has other requests, whose rows "
+            "can't be merged yet. Start it with data_parallel_size=1"
         )

@@ -132,7 +132,9 @@ def test_architectures_known_to_fail_in_process_are_refused_there_only(
 
 @pytest.mark.parametrize("dtype", ["auto", "float64"])
 def test_other_dtypes_are_refused(model_zoo: Callable[[str], Path], dtype: str) -> None:
-    message = refusal(ModelError, lambda: engine_arguments(model_zoo("llama"), dtype, True, None, {}))
+    message = refusal(
+        ModelError, lambda: engine_arguments(model_zoo("llama"), dtype, True, None, {})
+    )
     assert "say one of float32, bfloat16, float16" in message
 
 
