@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
+
+from packaging.version import InvalidVersion, Version
 
 from tapcheck.compatibility.environment import compute_capability, package_version
 from tapcheck.compatibility.known_issues import Value
 
 # Layer types of Transformers' configs that carry a recurrent state instead of attention.
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "conv")
+# Where Triton is usable; releases before took V2 by default for a few architectures only.
+_V2_BY_DEFAULT = Version("0.32")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # What vLLM takes for the mode of CUDA graphs at each optimization level, unless it is named.
 _GRAPHS_AT_LEVEL = ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE")
@@ -40,7 +45,7 @@ def engine_facts(
         "device": device,
         "capability": compute_capability() if device == "cuda" else None,
         "mode": mode,
-        "runner": "v2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "v1",
+        "runner": _runner(device, vllm),
         "in_process": in_process,
         "dtype": str(arguments["dtype"]),
         "quantization": _quantization(config, arguments),
@@ -54,6 +59,25 @@ def engine_facts(
         **_model_facts(config),
         **_speculation_facts(arguments.get("speculative_config")),
     }
+
+
+def _runner(device: str, vllm: str) -> str:
+    """The model runner that vLLM takes, unless a feature rules V2 out or calls for it."""
+    asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    if asked is not None:
+        return "v1" if asked == "0" else "v2"
+    if device == "cpu":
+        usable = bool(metadata.entry_points(group="triton.backends", name="cpu"))
+    else:
+        usable = package_version("triton") is not None
+    return "v2" if usable and not _is_before(vllm, _V2_BY_DEFAULT) else "v1"
+
+
+def _is_before(version: str, release: Version) -> bool:
+    try:
+        return Version(version) < release
+    except InvalidVersion:  # a build of one's own
+        return False
 
 
 def _model_facts(config: Any) -> dict[str, Value]:

@@ -1,6 +1,7 @@
-"""What the V1 runner adapter reads of vLLM, by behaviour: each test fails if a read moves meaning.
+"""What a runner adapter reads of vLLM, by behaviour: each test fails if a read moves meaning.
 
-The forward pass itself is the witness: its input ids and positions say what every row is.
+The forward pass itself is the witness: its input ids and positions say what every row is. Run for
+model runner V1, and by test_runner_v2.py for V2.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 from tapcheck.fixtures.pool import EnginePool
 from tapcheck.layout import Repeat, StepLayout
 from tapcheck.request import Request
-from tapcheck.vllm.adapters import OWNER, V1RunnerAdapter, find_embedding
+from tapcheck.vllm.adapters import OWNER, adapter_for, find_embedding
 from tapcheck.vllm.backend import VLLMBackend
 
 pytestmark = pytest.mark.engine
@@ -26,8 +27,9 @@ class Witness:
     def __init__(self, engine: VLLMBackend) -> None:
         engine.capture([Request("first", (1,))], ["embed"])  # installs the taps, under this watch
         self.core: Any = engine._llm.llm_engine.engine_core.engine_core
-        self.runner: Any = self.core.model_executor.driver_worker.worker.model_runner
-        self.adapter = V1RunnerAdapter(self.runner)
+        worker = self.core.model_executor.driver_worker.worker
+        self.runner: Any = worker.model_runner
+        self.adapter = adapter_for(worker)
         self.announced: list[StepLayout | Repeat] = []
         self.calls: list[tuple[list[int], list[int]]] = []
         self.ended = 0

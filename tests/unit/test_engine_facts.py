@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from tapcheck.compatibility.known_issues import (
     known_issues,
     matching_issues,
 )
+from tapcheck.fixtures.interpreter import interpreter_environment
 from tapcheck.vllm import facts as module
 from tapcheck.vllm.facts import engine_facts
 
@@ -261,6 +263,35 @@ def test_quantization_is_asked_for_or_the_model_s_own(facts: Facts) -> None:
     assert facts(Start())["quantization"] is None
     assert facts(Start(config=own))["quantization"] == "awq"
     assert facts(Start(arguments={"quantization": "fp8"}))["quantization"] == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("start", "triton", "runner"),
+    [
+        (Start(), "3.9.0", "v2"),
+        (Start(), None, "v1"),
+        (Start(variables={"VLLM_USE_V2_MODEL_RUNNER": "0"}), "3.9.0", "v1"),
+        (Start(variables={"VLLM_USE_V2_MODEL_RUNNER": "1"}), None, "v2"),
+        (Start(vllm="0.28.0"), "3.9.0", "v1"),
+        (Start(vllm="0.28.0", variables={"VLLM_USE_V2_MODEL_RUNNER": "1"}), "3.9.0", "v2"),
+        (Start(vllm="dev"), "3.9.0", "v2"),
+        (ON_CPU, "3.9.0", "v1"),  # Triton comes with torch there, without a backend for the CPU
+    ],
+)
+def test_the_model_runner_is_the_one_asked_for_or_v2_where_triton_is_usable(
+    facts: Facts, monkeypatch: pytest.MonkeyPatch, start: Start, triton: str | None, runner: str
+) -> None:
+    monkeypatch.setattr(module, "package_version", lambda _name: triton)
+    assert facts(start)["runner"] == runner
+
+
+def test_a_triton_backend_for_the_cpu_makes_v2_the_model_runner_there(
+    facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shim = interpreter_environment()["PYTHONPATH"].partition(os.pathsep)[0]
+    monkeypatch.syspath_prepend(shim)
+    assert facts(ON_CPU)["runner"] == "v2"
+    assert facts(replace(ON_CPU, variables={"VLLM_USE_V2_MODEL_RUNNER": "0"}))["runner"] == "v1"
 
 
 @pytest.mark.parametrize(
