@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tapcheck.capture import Capture
 from tapcheck.checks.suite import make_requests
 from tapcheck.fixtures.pool import EnginePool
 from tapcheck.layout import Repeat, StepLayout
@@ -20,6 +22,17 @@ from tapcheck.vllm.backend import VLLMBackend
 def llama(model_zoo: Callable[[str], Path]) -> Path:
     """Tiny llama: fused residual, `self_attn`."""
     return model_zoo("llama")
+
+
+@pytest.fixture(scope="session")
+def require_runner() -> Callable[[Capture], None]:
+    """A function that fails unless a capture's engine has the model runner that was asked for."""
+    asked = {"0": "v1", "1": "v2"}.get(os.environ.get("VLLM_USE_V2_MODEL_RUNNER", ""))
+
+    def check(capture: Capture) -> None:
+        assert asked in (None, capture.metadata["engine"]["runner"])
+
+    return check
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ model runner V1, and by test_runner_v2.py for V2.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from pathlib import Path
 from typing import Any
@@ -121,15 +122,19 @@ def test_a_dummy_forward_runs_the_model_and_announces_nothing(engine: VLLMBacken
 
 def test_unwatch_leaves_the_runner_as_it_was(engine: VLLMBackend) -> None:
     witness = Witness(engine)
-    before = vars(witness.runner)["execute_model"]
+
+    def shadowing() -> dict[str, object]:
+        return {name: it for name, it in vars(witness.runner).items() if inspect.isfunction(it)}
+
+    before = shadowing()
     hooks = list(witness.adapter.model._forward_pre_hooks)
     with witness:
-        assert vars(witness.runner)["execute_model"] is not before
-    assert vars(witness.runner)["execute_model"] is before
+        assert shadowing()["execute_model"] is not before["execute_model"]
+    assert shadowing() == before
     assert list(witness.adapter.model._forward_pre_hooks) == hooks
     engine._call("tapcheck_uninstall")
     engine._installed = None
-    assert "execute_model" not in vars(witness.runner)
+    assert not {"execute_model", "prepare_inputs"} & shadowing().keys()
     assert not witness.adapter.model._forward_pre_hooks
 
 

@@ -1,7 +1,8 @@
 """What a scheduler does to requests, each on the real engine: every row due, once, and right.
 
 Each test counts its situation and fails when it did not arise; values are judged against a
-teacher-forced Transformers run of the same tokens.
+teacher-forced Transformers run of the same tokens. test_runner_v2.py runs some of these tests, one
+for each situation, under model runner V2.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 
 @pytest.fixture(scope="session")
-def judge(hf_capture: Callable[..., Capture], llama: Path) -> Judge:
+def judge(
+    hf_capture: Callable[..., Capture], llama: Path, require_runner: Callable[[Capture], None]
+) -> Judge:
     """Judge a capture: complete by the ledger, and equal to Transformers' on the same tokens."""
 
     def check(actual: Capture, select: list[int | str] | None = None) -> Comparison:
+        require_runner(actual)
         select = select or ["all"]
         ledger = compare_ledger(actual, requests=actual.requests, sites=SITES, select=select)
         assert ledger.complete, ledger.entries[:3]

@@ -71,7 +71,11 @@ def save_tokenizer(folder: Path, end: int) -> None:
 
 @pytest.mark.parametrize("select", ["all", "generated[-1]"])
 def test_every_row_is_there_however_a_request_ends(
-    speaker: Speaker, hf_capture: Callable[..., Capture], llama: Path, select: str
+    speaker: Speaker,
+    hf_capture: Callable[..., Capture],
+    llama: Path,
+    require_runner: Callable[[Capture], None],
+    select: str,
 ) -> None:
     from vllm import SamplingParams
 
@@ -87,6 +91,7 @@ def test_every_row_is_there_however_a_request_ends(
                     output.outputs[0].stop_reason,
                 )
         actual = session.collect()
+    require_runner(actual)
     assert reasons == {"a": ("stop", None), "b": ("stop", speaker.stop), "c": ("length", None)}
     assert [len(request.generated_token_ids) for request in actual.requests] == [5, 7, LENGTH]
     expected = hf_capture(llama, actual.requests, sites=SITES, select=[select])

@@ -28,11 +28,13 @@ def test_a_capture_from_a_subprocess_equals_transformers_in_every_dtype_and_orde
     hf_capture: Callable[..., Capture],
     llama: Path,
     requests: list[Request],
+    require_runner: Callable[[Capture], None],
 ) -> None:
     engine = engine_pool.acquire(llama, in_process=False)
     before = time.monotonic_ns(), time.time_ns()
     actual = engine.capture(requests, all_sites(4), max_new_tokens=6)
     after = time.monotonic_ns(), time.time_ns()
+    require_runner(actual)
     assert actual.metadata["engine"]["topology"] == "subprocess"
     assert_captures_match(actual, hf_capture(llama, actual.requests), rtol=1e-5)
     keys = [(row.request_id, row.position, row.site) for row in actual]

@@ -97,15 +97,15 @@ def test_a_plain_install_brings_the_triton_backend_only_to_who_asks(
     installed: Path, run: Run
 ) -> None:
     script = """
-import subprocess, sys
-from tapcheck.fixtures.interpreter import interpreter_environment
+import os, subprocess, sys
+from tapcheck.fixtures.runners import runner_variables
 show = [sys.executable, "-c", "from triton.backends import backends; print('cpu' in backends)"]
-print([subprocess.check_output(show, text=True, env=env).strip()
-       for env in (None, interpreter_environment())])
+print([subprocess.check_output(show, text=True, env=os.environ | variables).strip()
+       for variables in ({}, runner_variables("v1", "cpu"), runner_variables("v2", "cpu"))])
 """
     done = run(installed, "-c", script)
     assert done.returncode == 0, done.stderr
-    assert ast.literal_eval(done.stdout) == ["False", "True"]
+    assert ast.literal_eval(done.stdout) == ["False", "False", "True"]
 
 
 def test_a_plain_install_has_the_command(installed: Path, run: Run) -> None:

@@ -18,7 +18,7 @@ from tapcheck.compatibility.known_issues import (
     known_issues,
     matching_issues,
 )
-from tapcheck.fixtures.interpreter import interpreter_environment
+from tapcheck.fixtures.runners import runner_variables
 from tapcheck.vllm import facts as module
 from tapcheck.vllm.facts import engine_facts
 
@@ -288,7 +288,7 @@ def test_the_model_runner_is_the_one_asked_for_or_v2_where_triton_is_usable(
 def test_a_triton_backend_for_the_cpu_makes_v2_the_model_runner_there(
     facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shim = interpreter_environment()["PYTHONPATH"].partition(os.pathsep)[0]
+    shim = runner_variables("v2", "cpu")["PYTHONPATH"].partition(os.pathsep)[0]
     monkeypatch.syspath_prepend(shim)
     assert facts(ON_CPU)["runner"] == "v2"
     assert facts(replace(ON_CPU, variables={"VLLM_USE_V2_MODEL_RUNNER": "0"}))["runner"] == "v1"
