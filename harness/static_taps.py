@@ -19,7 +19,6 @@ from tapcheck.sites import Site
 # What a row's first element holds until the tap writes it: a NaN that no computation makes, by its
 # payload. By element size, in bits.
 _POISON = {
-    1: (torch.uint8, 0x7F),
     2: (torch.int16, 0x7FED),
     4: (torch.int32, 0x7FEDDEAD),
     8: (torch.int64, 0x7FFDDEADDEADDEAD),
@@ -54,8 +53,8 @@ torch.library.register_fake("tapcheck::tap", lambda terms, buffer: None, lib=_OP
 class StaticTap:
     """One site's tap: its buffer, and the module whose `forward` writes it.
 
-    The buffer is [rows, width], with `rows` the most that a forward pass has. Put it in place
-    before the model is compiled; `remove` has no effect on what was compiled with it.
+    The buffer is [rows, width], with `rows` the most that a forward pass has. It has to be in place
+    before the model is compiled, and stays.
     """
 
     def __init__(
@@ -65,8 +64,6 @@ class StaticTap:
         self.site = site
         self.buffer = torch.empty(rows, width, dtype=dtype, device=device)
         self._bits, self._poison = _POISON[dtype.itemsize]
-        self._module = source.module
-        self._shadowed = vars(source.module).get("forward")
         self.poison(rows)
         source.module.forward = _wrapped(source, self.buffer)
 
@@ -87,13 +84,6 @@ class StaticTap:
                 "before the tap was placed, or a path that leaves its module out"
             )
         return self.buffer[:rows]
-
-    def remove(self) -> None:
-        """Give the module its own `forward` back."""
-        if self._shadowed is None:
-            del self._module.forward
-        else:
-            self._module.forward = self._shadowed
 
 
 def _wrapped(source: Source, buffer: torch.Tensor) -> Any:

@@ -1,9 +1,17 @@
 #!/usr/bin/env bash
-# Runs the whole test suite in .venv, which is made first. Arguments go to pytest.
+# Runs the whole test suite in .venv, which is made first: what starts no engine on every core, then
+# the rest one by one. Arguments go to pytest, which is then run once.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 "$root/scripts/setup_env.sh"
 cd "$root"
 # The plugin gives gpu and engine tests longer; no other test takes five minutes unless it hangs.
-exec .venv/bin/python -m pytest --timeout 300 -ra "$@"
+pytest=(.venv/bin/python -m pytest --timeout 300 -ra)
+if [ $# -gt 0 ]; then
+    exec "${pytest[@]}" "$@"
+fi
+code=0
+"${pytest[@]}" -n auto tests/unit || code=$?
+"${pytest[@]}" --ignore tests/unit || code=$?
+exit "$code"

@@ -11,6 +11,7 @@ import pytest
 from tapcheck.capture import Capture
 from tapcheck.checks import assert_captures_match
 from tapcheck.checks.metamorphic import same_on_both
+from tapcheck.compatibility.verdict import status
 from tapcheck.errors import CaptureError, EngineError, SiteError
 from tapcheck.fixtures.pool import EnginePool
 from tapcheck.request import Request
@@ -56,14 +57,14 @@ def test_every_row_of_a_compiled_engine_is_delivered_and_equals_transformers(
     assert_captures_match(capture, hf_capture(llama, capture.requests, sites=SITES), rtol=1e-5)
 
 
-def test_hook_mode_and_graph_mode_capture_the_same(
-    engine_pool: EnginePool, compiled: VLLMBackend, requests: list[Request], llama: Path
-) -> None:
-    graph = compiled.capture(requests, SITES, max_new_tokens=5)
-    hook = engine_pool.acquire(llama).capture(graph.requests, SITES)
-    result = same_on_both(graph, hook, rtol=1e-5)
-    assert result.status == "pass", result.reason
-    assert "mode" in result.reason
+def test_a_forward_hook_does_not_fire_where_the_taps_read(compiled: VLLMBackend) -> None:
+    fired = []
+    layer = worker_of(compiled).model_runner.model.model.layers[1]
+    handle = layer.register_forward_hook(lambda *_: fired.append(1))
+    capture = compiled.capture([Request("r", (1, 2))], ["resid_post.1"], max_new_tokens=3)
+    handle.remove()
+    assert len(capture) == 4
+    assert not fired  # or the forward isn't compiled, and this file shows nothing
 
 
 def test_prompts_that_differ_give_rows_that_differ(compiled: VLLMBackend) -> None:
@@ -106,7 +107,7 @@ def test_auxiliary_outputs_that_are_missing_end_the_capture(
     taps = worker_of(compiled).tapcheck_graph
     with monkeypatch.context() as patch:
         patch.setattr(taps, "_aux", taps._aux[:-1])
-        with pytest.raises(CaptureError, match="3 auxiliary outputs where 2 were asked for"):
+        with pytest.raises(EngineError, match="3 auxiliary outputs where 2 were asked for"):
             compiled.capture([Request("r", (1, 2))], ["resid_post.0"], max_new_tokens=1)
 
 
@@ -120,6 +121,16 @@ def test_speculation_that_takes_the_auxiliary_outputs_is_refused(compiled: VLLMB
         assert "speculative" in str(worker.tapcheck_graph)
     finally:
         worker.tapcheck_graph = placed
+
+
+def test_hook_mode_and_graph_mode_capture_the_same(
+    engine_pool: EnginePool, compiled: VLLMBackend, requests: list[Request], llama: Path
+) -> None:
+    graph = compiled.capture(requests, SITES, max_new_tokens=5)
+    hook = engine_pool.acquire(llama).capture(graph.requests, SITES)
+    result = same_on_both(graph, hook, rtol=1e-5)
+    assert status(result) == "pass", result.reason
+    assert "mode" in result.reason
 
 
 def test_a_model_without_auxiliary_outputs_is_refused_with_the_way_out(
