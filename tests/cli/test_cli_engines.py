@@ -19,12 +19,14 @@ pytestmark = pytest.mark.engine
 SITES = ("--site", "embed", "--site", "resid_post.3", "--site", "logits")
 
 
+@pytest.mark.parametrize("mode", ["hook", "graph"])
 def test_the_same_capture_of_both_engines_passes_and_of_other_tokens_fails(
-    cli: Callable[..., Done], command: Callable[..., Done], llama: Path
+    cli: Callable[..., Done], command: Callable[..., Done], llama: Path, mode: str
 ) -> None:
     wanted = [*SITES, "--max-new-tokens", "5", "--prompt-ids", "5,9,200"]
     done = command(
-        *("capture", llama, "--backend", "vllm", *wanted, "--prompt-ids", "7,8", "-o", "vllm")
+        *("capture", llama, "--backend", "vllm", "--mode", mode, *wanted),
+        *("--prompt-ids", "7,8", "-o", "vllm"),
     )
     assert (done.code, done.err) == (0, "")
     assert done.out == "vllm: 39 rows at embed, resid_post.3, logits\n"

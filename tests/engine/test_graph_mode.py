@@ -1,7 +1,8 @@
-"""Graph mode on real compiled engines: auxiliary outputs and static taps in the compiled forward."""
+"""Graph mode on real compiled engines: auxiliary outputs and static taps in the forward."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tapcheck.fixtures.pool import EnginePool
 from tapcheck.request import Request
 from tapcheck.vllm.backend import VLLMBackend
 from tapcheck.vllm.graph import place
-from tapcheck.vllm.loading import plan_of
+from tapcheck.vllm.loading import CONFIG_KEY, plan_of
 
 pytestmark = pytest.mark.engine
 
@@ -109,6 +110,17 @@ def test_auxiliary_outputs_that_are_missing_end_the_capture(
         patch.setattr(taps, "_aux", taps._aux[:-1])
         with pytest.raises(EngineError, match="3 auxiliary outputs where 2 were asked for"):
             compiled.capture([Request("r", (1, 2))], ["resid_post.0"], max_new_tokens=1)
+
+
+def test_the_plan_is_part_of_the_compile_cache_s_key(compiled: VLLMBackend) -> None:
+    config = compiled._llm.llm_engine.vllm_config
+    key = config.compute_hash()
+    other = copy.copy(config)
+    assert other.compute_hash() == key
+    other.additional_config = {CONFIG_KEY: {**config.additional_config[CONFIG_KEY], "layers": [0]}}
+    assert other.compute_hash() != key
+    other.additional_config = {}
+    assert other.compute_hash() != key
 
 
 def test_speculation_that_takes_the_auxiliary_outputs_is_refused(compiled: VLLMBackend) -> None:

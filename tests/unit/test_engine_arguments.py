@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tapcheck.compatibility.errors import KnownIssueError, UnsupportedVersionError
-from tapcheck.errors import EngineError, ModelError, TapcheckError
+from tapcheck.errors import EngineError, ModelError, SiteError, TapcheckError
 from tapcheck.vllm import engine
 from tapcheck.vllm.backend import VLLMBackend
-from tapcheck.vllm.engine import engine_arguments, engine_environment
+from tapcheck.vllm.engine import Graph, engine_arguments, engine_environment, make_graph
 from tapcheck.vllm.protocol import WORKER_EXTENSION
 
 Start = Callable[..., dict[str, Any]]
@@ -191,3 +191,60 @@ def test_the_caller_s_cache_size_is_kept_and_a_small_one_is_the_default(
     monkeypatch.delenv(CACHE)
     with engine_environment(False):
         assert os.environ[CACHE] == "1"
+
+
+# --- graph mode ----------------------------------------------------------------------------------
+
+
+def test_a_graph_plan_reaches_the_workers_beside_the_caller_s_configuration(
+    model_zoo: Callable[[str], Path],
+) -> None:
+    graph = make_graph([3, 0, 3], ["mlp_out.1", "logits"], 4)
+    own = {"additional_config": {"mine": 1}}
+    arguments = engine_arguments(model_zoo("llama"), "float32", True, graph, own)
+    assert arguments["enforce_eager"] is False
+    assert arguments["additional_config"]["mine"] == 1
+    plan = arguments["additional_config"]["tapcheck"]
+    assert (plan["layers"], plan["taps"], plan["num_layers"]) == ([0, 3], ["mlp_out.1"], 4)
+
+
+def test_no_layers_at_all_is_graph_mode_and_nothing_given_is_not() -> None:
+    assert make_graph((), (), 4) == Graph((), ())
+    assert make_graph(None, (), 4) is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps", "message"),
+    [
+        ([4], (), "the model has 4 layers"),
+        (None, ["mlp_out.9"], "the model has 4 layers"),
+        (None, ["resid_pots.1"], "did you mean 'resid_post'"),
+        (
+            [1, 2],
+            ["mlp_out.0", "resid_post.2"],
+            "resid_post.2 is in graph_layers and in graph_taps",
+        ),
+    ],
+)
+def test_a_graph_plan_that_the_model_has_not_is_refused(
+    layers: list[int] | None, taps: list[str], message: str
+) -> None:
+    assert message in refusal(SiteError, lambda: make_graph(layers, taps, 4))
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "message"),
+    [
+        ({"enforce_eager": True}, "enforce_eager=True asks for one that isn't"),
+        ({"pipeline_parallel_size": 2}, "one pipeline stage"),
+    ],
+)
+def test_graph_mode_is_refused_where_there_is_no_whole_graph(
+    model_zoo: Callable[[str], Path], engine_args: dict[str, Any], message: str
+) -> None:
+    graph = make_graph([0], (), 4)
+    model = model_zoo("llama")
+    refused = refusal(
+        EngineError, lambda: engine_arguments(model, "float32", False, graph, engine_args)
+    )
+    assert message in refused
