@@ -1,7 +1,8 @@
 """Runner adapters: the only code that reads the undocumented internals of vLLM's model runners.
 
 An adapter turns "the forward pass that runs now" into a step layout. Each read below has a
-contract test in tests/engine/test_adapter_contract.py that fails when its meaning changes.
+contract test in tests/engine/test_adapter_contract.py, run for both runners, or in
+contract_of_v2.py, that fails when its meaning changes.
 """
 
 from __future__ import annotations
