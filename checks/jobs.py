@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Topology = Literal["in_process", "subprocess"]
 TOPOLOGIES: tuple[Topology, ...] = ("in_process", "subprocess")
@@ -51,7 +52,8 @@ class Job:
     A job with `topology` None is the checker's own test: faults injected into a healthy capture,
     and whether Transformers' captures, which all others are held against, are right.
     A `metamorphic` one judges the engine against itself, run in other ways. `bundle` is the folder
-    to which a comparison with Transformers that fails is written, None for none.
+    to which a comparison with Transformers that fails is written, None for none. In `mode` graph
+    every site is a static tap of a compiled engine. `engine` are arguments for vLLM.
     """
 
     model: str
@@ -62,6 +64,8 @@ class Job:
     rtol: float | None = None
     metamorphic: bool = False
     bundle: str | None = None
+    mode: Literal["hook", "graph"] = "hook"
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_names(job: Job) -> tuple[str, ...]:

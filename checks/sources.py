@@ -19,7 +19,14 @@ PACKAGES = (
     "tapcheck.checks.faults",
 )
 MODELS = ("tapcheck.fixtures", "zoo.py")
-NOT_JUDGING = ("__main__.py", "cli.py", "cli_captures.py", "results.py", "terminal.py")
+NOT_JUDGING = (
+    "__main__.py",
+    "cli.py",
+    "cli_bisect.py",
+    "cli_captures.py",
+    "results.py",
+    "terminal.py",
+)
 
 
 def source_hash(function: Callable[..., Any]) -> str:

@@ -80,8 +80,8 @@ def run_job(job: Job) -> Finding:
     requests = make_requests(reference.vocabulary_size)
     sites = reference.sites
     in_process = job.topology == "in_process"
-    limits = _engine_limits(job)
-    with VLLMBackend(job.path, dtype=job.dtype, in_process=in_process, **limits) as engine:
+    arguments = _engine_arguments(job, sites)
+    with VLLMBackend(job.path, dtype=job.dtype, in_process=in_process, **arguments) as engine:
         actual = engine.capture(requests, sites, max_new_tokens=NEW_TOKENS)
     expected = reference.capture(actual.requests, sites)
     wide, lacking = _wide_capture(job, actual.requests, sites)
@@ -119,13 +119,15 @@ def _reference(job: Job) -> HFBackend:
     return _loaded(job.path, job.dtype, job.device)
 
 
-def _engine_limits(job: Job) -> dict[str, Any]:
-    """Engine arguments that keep a long-context model small, and room for Transformers' copy."""
+def _engine_arguments(job: Job, sites: Sequence[Site]) -> dict[str, Any]:
+    """What the engine is started with: by default a small one, with room for Transformers' copy."""
     longest = getattr(load_config(job.path).get_text_config(), "max_position_embeddings", None)
-    limits = {"max_model_len": min(longest or _MODEL_LEN, _MODEL_LEN)}
+    arguments: dict[str, Any] = {"max_model_len": min(longest or _MODEL_LEN, _MODEL_LEN)}
     if job.device == "cuda":
-        limits["gpu_memory_utilization"] = 0.5
-    return limits
+        arguments["gpu_memory_utilization"] = 0.5
+    if job.mode == "graph":
+        arguments["graph_taps"] = sites
+    return arguments | dict(job.engine)
 
 
 def make_requests(vocabulary: int) -> list[Request]:
@@ -180,9 +182,9 @@ def judge_the_judge(job: Job) -> Finding:
 
 def judge_itself(job: Job) -> Finding:
     """Every metamorphic check: on one engine, then with a second that takes prompts in chunks."""
-    limits, rtol = _engine_limits(job), job.rtol
+    arguments, rtol = _engine_arguments(job, _reference(job).sites), job.rtol
     new: dict[str, Any] = {"max_new_tokens": _FEW_TOKENS}
-    with VLLMBackend(job.path, dtype=job.dtype, **limits) as engine:
+    with VLLMBackend(job.path, dtype=job.dtype, **arguments) as engine:
         requests = _with_one_beyond_a_block(job, engine.metadata["engine"])
         run = (requests, engine.sites)
         judges: dict[str, Callable[[], CheckResult]] = {
@@ -195,7 +197,8 @@ def judge_itself(job: Job) -> Finding:
         }
         results = {check: _timed(f"{check}[{job.model}]", judge) for check, judge in judges.items()}
         one_shot = engine.capture(*run, **new)
-    with VLLMBackend(job.path, dtype=job.dtype, max_num_batched_tokens=_CHUNK, **limits) as engine:
+    arguments = {"max_num_batched_tokens": _CHUNK} | arguments
+    with VLLMBackend(job.path, dtype=job.dtype, **arguments) as engine:
         chunked = engine.capture(*run, **new)
     check = "one_shot_equals_chunked"
     results[check] = _timed(

@@ -46,12 +46,14 @@ def run_jobs(
     on_result: Callable[[CheckResult], None] = lambda _result: None,
     seconds_per_job: float = JOB_SECONDS,
     command: Sequence[str] = CHILD,
+    variables: Mapping[str, str] | None = None,
 ) -> Run:
     """Run `jobs` in order; every check that they owe gets exactly one result.
 
     The checker's own test comes first: when it doesn't pass, nothing else runs, since a checker
     that can't fail proves nothing. What the jobs print goes to the file `log`. `command` speaks
     the protocol of `checks/child.py`; no process of it is left when this returns or raises.
+    `variables` are added to its environment.
     """
     run = Run()
     started = time.monotonic()
@@ -64,7 +66,7 @@ def run_jobs(
     pending = list(jobs)
     while pending:
         with contextlib.closing(
-            _run_child(tuple(pending), command, log, seconds_per_job, on_start)
+            _run_child(tuple(pending), command, variables or {}, log, seconds_per_job, on_start)
         ) as ends:
             for job, end in ends:
                 pending.remove(job)
@@ -109,13 +111,14 @@ class Lost:
 def _run_child(
     jobs: Sequence[Job],
     command: Sequence[str],
+    variables: Mapping[str, str],
     log: Path,
     seconds: float,
     on_start: Callable[[Job], None],
 ) -> Generator[tuple[Job, Finished | Lost], None, None]:
     """Each job's end, until the child has done all or has been lost with the job it was at."""
     log_start = log.stat().st_size if log.exists() else 0
-    child, lines = _start(jobs, command, log)
+    child, lines = _start(jobs, command, variables, log)
     try:
         for job in jobs:  # the child takes them in this order
             while True:
@@ -163,7 +166,7 @@ def _read_event(line: str, job: Job, jobs: Sequence[Job]) -> Finished | Lost | N
 
 
 def _start(
-    jobs: Sequence[Job], command: Sequence[str], log: Path
+    jobs: Sequence[Job], command: Sequence[str], variables: Mapping[str, str], log: Path
 ) -> tuple[subprocess.Popen[bytes], queue.Queue[str | None]]:
     """A child at work on `jobs`, and its event lines; None follows the last."""
     read_end, write_end = os.pipe()
@@ -177,7 +180,7 @@ def _start(
                 stdout=output,
                 stderr=output,
                 pass_fds=[write_end],
-                env={"VLLM_LOGGING_LEVEL": "WARNING", **os.environ},
+                env={"VLLM_LOGGING_LEVEL": "WARNING", **os.environ, **variables},
                 start_new_session=True,  # a group of its own, to be killed as one
             )
         finally:

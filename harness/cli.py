@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tapcheck.cli_bisect import bisect
 from tapcheck.cli_captures import DtypeName, DtypeOption, JsonOption, capture, diff
 from tapcheck.errors import EngineError, TapcheckError
 from tapcheck.results import (
@@ -246,6 +247,7 @@ def _models_to_check(models: Sequence[str]) -> dict[str, str]:
     return named
 
 
+app.command()(bisect)
 app.command()(capture)
 app.command()(diff)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,8 @@ for index, job in enumerate(jobs):
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "fail":
         tell({"failed": index, "reason": "no such model"})
+    elif what == "variable":
+        tell({"failed": index, "reason": os.environ["TAPCHECK_TOLD"]})
     elif what == "bad":
         finish(index, job, good=False)
     elif what == "owes":
@@ -145,6 +148,15 @@ def run(tmp_path: Path, command: list[str]) -> Callable[..., Run]:
         return found
 
     return go
+
+
+def test_the_child_is_given_variables_and_this_process_is_not(
+    command: list[str], tmp_path: Path
+) -> None:
+    told = {"TAPCHECK_TOLD": "by the caller"}
+    found = run_jobs([job("variable")], log=tmp_path / "log", command=command, variables=told)
+    assert {result.reason for result in found.results} == {"by the caller"}
+    assert "TAPCHECK_TOLD" not in os.environ
 
 
 def processes_in(log: Path) -> list[int]:
