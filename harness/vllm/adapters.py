@@ -134,26 +134,17 @@ class _WatchingAdapter:
 
     def watch(self, begin: Begin, end: End) -> None:
         """Call `begin(layout)` before and `end(model output)` after every scheduled forward."""
-
-        def before(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-            if self._scheduled is not None:
-                begin(self._layout(kwargs))
-
-        def after(_module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any) -> None:
-            if self._scheduled is not None:
-                end(output)
-
-        self._unwatch = [
-            self.model.register_forward_pre_hook(before, with_kwargs=True).remove,
-            self.model.register_forward_hook(after, with_kwargs=True).remove,
-            *self._watch_schedule(),
-        ]
+        self._unwatch = [*self._watch_passes(begin, end), *self._watch_schedule()]
 
     def unwatch(self) -> None:
         """Undo `watch`."""
         for undo in self._unwatch:
             undo()
         self._unwatch = []
+
+    def _watch_passes(self, begin: Begin, end: End) -> list[Callable[[], None]]:
+        """Enclose the forward passes that run while `_scheduled` is set; returns what undoes it."""
+        raise NotImplementedError
 
     def _watch_schedule(self) -> list[Callable[[], None]]:
         """Have `_scheduled` set for scheduled passes only; returns what undoes it."""
@@ -214,6 +205,20 @@ class V1RunnerAdapter(_WatchingAdapter):
     def run_dummy_forward(self) -> None:
         """Run one forward pass without KV cache, as vLLM's own memory profiling does."""
         self._runner._dummy_run(self._DUMMY_ROWS, is_profile=True)
+
+    def _watch_passes(self, begin: Begin, end: End) -> list[Callable[[], None]]:
+        """By the method through which the runner calls its model: a CUDA graph calls no hooks."""
+        forward = self._runner._model_forward
+
+        def enclosed(*args: Any, **kwargs: Any) -> Any:
+            if self._scheduled is None:
+                return forward(*args, **kwargs)
+            begin(self._layout(kwargs))
+            output = forward(*args, **kwargs)
+            end(output)
+            return output
+
+        return [self._shadow("_model_forward", enclosed)]
 
     def _watch_schedule(self) -> list[Callable[[], None]]:
         """Dummy passes call the model without `execute_model`."""
@@ -277,6 +282,22 @@ class V2RunnerAdapter(_WatchingAdapter):
     def run_dummy_forward(self) -> None:
         """Run one forward pass without KV cache, as vLLM's own memory profiling does."""
         self._runner._dummy_run(self._DUMMY_ROWS, skip_attn=True, is_profile=True)
+
+    def _watch_passes(self, begin: Begin, end: End) -> list[Callable[[], None]]:
+        """By hooks on the model, which this runner calls itself."""
+
+        def before(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+            if self._scheduled is not None:
+                begin(self._layout(kwargs))
+
+        def after(_module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any) -> None:
+            if self._scheduled is not None:
+                end(output)
+
+        return [
+            self.model.register_forward_pre_hook(before, with_kwargs=True).remove,
+            self.model.register_forward_hook(after, with_kwargs=True).remove,
+        ]
 
     def _watch_schedule(self) -> list[Callable[[], None]]:
         """Dummy passes go through `execute_model` too, but not through `prepare_inputs`."""
