@@ -61,7 +61,7 @@ def scanned() -> dict[tuple[str, str], DecoderLayer]:
 @pytest.fixture
 def solved(monkeypatch: pytest.MonkeyPatch) -> Solved:
     """What workers in this process find of their model."""
-    from tapcheck.vllm import worker
+    from tapcheck.vllm import hooks
 
     found: Solved = []
 
@@ -70,7 +70,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> Solved:
         found.append((anatomy, probe, contract.layers))
         return contract
 
-    monkeypatch.setattr(worker, "solve", watched)
+    monkeypatch.setattr(hooks, "solve", watched)
     return found
 
 

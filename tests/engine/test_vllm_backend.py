@@ -146,7 +146,7 @@ def test_a_failure_inside_a_hook_is_raised_once_and_the_next_capture_works(
 def test_a_hook_that_never_fires_is_an_error_that_names_the_site(
     engine: VLLMBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tapcheck.vllm.worker.attach", lambda _plan, _put: [])
+    monkeypatch.setattr("tapcheck.vllm.hooks.attach", lambda _plan, _put: [])
     with pytest.raises(CaptureError, match=r"ran without mlp_out\.0"):
         engine.capture([Request("r", (5, 9, 7))], ["mlp_out.0"])
 
