@@ -5,8 +5,9 @@ Exit codes: 0 pass, 1 a check failed, 2 bad use or a broken environment, 130 int
 
 from __future__ import annotations
 
+import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
@@ -56,6 +57,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 
 DeviceName = Enum("DeviceName", {"auto": "auto", "cpu": "cpu", "cuda": "cuda"})
+RunnerName = Enum("RunnerName", {"v1": "v1", "v2": "v2"})
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -113,6 +115,13 @@ def check(
         DeviceName, typer.Option(help="Where to judge; auto takes a GPU when there is one.")
     ] = DeviceName.auto,
     dtype: DtypeOption = DtypeName.float32,
+    runner: Annotated[
+        RunnerName | None,
+        typer.Option(
+            help="vLLM's model runner, by default the one that vLLM takes; v2 on a CPU runs in "
+            "Triton's interpreter, slowly."
+        ),
+    ] = None,
     record: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Record the run as a matrix row in DIR.")
     ] = None,
@@ -137,16 +146,20 @@ def check(
     from tapcheck.checks.jobs import TINY_RTOL, plan_jobs
     from tapcheck.compatibility.environment import collect_environment
     from tapcheck.compatibility.rows import write_row
+    from tapcheck.fixtures.runners import runner_variables
 
     require_writable("--json", json_file)
     require_writable("--log", log)
     require_folder("--record", record)
     require_bundle(bundle)
     chosen = _device(device)
+    if runner is not None:
+        os.environ.update(runner_variables(runner.value, chosen))
     environment = collect_environment(chosen)
     rtol = TINY_RTOL if not models and dtype is DtypeName.float32 else None
     jobs = plan_jobs(_models_to_check(models or []), dtype.value, chosen, rtol, bundle)
-    same = _recorded(jobs, environment, record, dtype.value) if unless_recorded else None
+    asked = {"dtype": dtype.value} | ({"runner": runner.value} if runner else {})
+    same = _recorded(jobs, environment, record, asked) if unless_recorded else None
     if same is not None:
         out.print(f"recorded before, as {same.id}: nothing is run", style="bold")
         write_json(json_file, check_summary(same))
@@ -173,7 +186,10 @@ def check(
 
 
 def _recorded(
-    jobs: Sequence[Job], environment: Environment, folder: Path | None, dtype: str
+    jobs: Sequence[Job],
+    environment: Environment,
+    folder: Path | None,
+    asked: Mapping[str, str],
 ) -> MatrixRow | None:
     """The row in `folder` of these jobs, run here with today's sources; None when there is none."""
     if folder is None:
@@ -188,7 +204,7 @@ def _recorded(
     rows = read_rows(folder) if folder.is_dir() else []
     names = [name for job in jobs for name in check_names(job)]
     hashes = dict.fromkeys(names, source_hash(plan_jobs))
-    return same_run(rows, environment, hashes, {"dtype": dtype})
+    return same_run(rows, environment, hashes, asked)
 
 
 def _judge(jobs: Sequence[Job], environment: Environment, log: Path) -> MatrixRow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -246,6 +247,38 @@ def test_a_run_that_is_recorded_is_not_run_again_when_asked_not_to(
     monkeypatch.setattr("tapcheck.checks.sources._package_sources", lambda: b"changed")
     assert cli(*again).code == 0
     assert len(seen) == 12
+
+
+@pytest.mark.parametrize(
+    ("runner", "switch", "interpreted"), [("v1", "0", False), ("v2", "1", True)]
+)
+def test_a_model_runner_is_asked_of_vllm_and_named_in_the_row(
+    cli: Callable[..., Done],
+    jobs: Callable[..., list[Job]],
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    runner: str,
+    switch: str,
+    interpreted: bool,
+) -> None:
+    for name in ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.delenv(name, raising=False)
+    jobs()
+    assert cli("check", llama, "--runner", runner, "--record", "rows").code == 0
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == switch
+    assert os.environ.get("TRITON_INTERPRET") == ("1" if interpreted else None)
+    (row,) = read_rows(tmp_path / "rows")
+    assert str(row.environment.triton).endswith("+interpreted") == interpreted
+
+
+def test_a_recorded_row_answers_for_its_own_model_runner_only(
+    cli: Callable[..., Done], jobs: Callable[..., list[Job]], llama: Path
+) -> None:
+    again = ("check", llama, "--record", "rows", "--unless-recorded")
+    seen = jobs(judged_by_today_s_sources)
+    ends = [cli(*again, "--runner", runner).code for runner in ("v1", "v1", "v2")]
+    assert (ends, len(seen)) == ([0, 0, 0], 8)
 
 
 def test_a_recorded_failure_stays_one_and_a_lost_check_is_run_again(
