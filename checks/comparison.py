@@ -36,7 +36,8 @@ class RowErrors:
     request: index into `Comparison.request_ids`. relative_error, cosine, norm_ratio: as in
     `tapcheck.checks.numerics`, against the expected row or, with a reference, against its row.
     allowed: the largest relative error that passes. floor: see `tapcheck.checks.noise_floor`;
-    None under a fixed tolerance.
+    None under a fixed tolerance. outlier_error, outlier_allowed, outlier_feature: the same of the
+    features that dwarf their row, which the others leave out; 0, 0 and -1 where there are none.
     """
 
     request: IntArray
@@ -45,6 +46,9 @@ class RowErrors:
     cosine: FloatArray
     norm_ratio: FloatArray
     allowed: FloatArray
+    outlier_error: FloatArray
+    outlier_allowed: FloatArray
+    outlier_feature: IntArray
     floor: FloatArray | None = None
 
     def __len__(self) -> int:
@@ -52,14 +56,30 @@ class RowErrors:
 
     @property
     def ratio(self) -> FloatArray:
-        """Each relative error over what is allowed, shape [rows]; above 1, or NaN, fails."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(self.relative_error == 0, 0.0, self.relative_error / self.allowed)
+        """Each relative error over what is allowed, shape [rows]; above 1, or NaN, fails.
+
+        That of the outlier features where it is larger.
+        """
+        return np.maximum(
+            _over(self.relative_error, self.allowed),
+            _over(self.outlier_error, self.outlier_allowed),
+        )
+
+    @property
+    def largest_error(self) -> FloatArray:
+        """The relative error of the outlier features or the others, the larger, shape [rows]."""
+        return np.maximum(self.relative_error, self.outlier_error)
 
     @property
     def failing(self) -> IntArray:
         """The indices of the rows beyond what they may be off; one that isn't finite is."""
-        return np.flatnonzero(~(self.relative_error <= self.allowed))
+        passes = self.relative_error <= self.allowed
+        return np.flatnonzero(~(passes & (self.outlier_error <= self.outlier_allowed)))
+
+
+def _over(error: FloatArray, allowed: FloatArray) -> FloatArray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(error == 0, 0.0, error / allowed)
 
 
 @dataclass(frozen=True)
@@ -68,7 +88,9 @@ class RowDifference:
 
     With a reference the relative error, cosine and norm ratio are against its row; the largest
     difference is against the expected row in either case. `feature` is where that is (or the first
-    value that isn't finite), `actual_value` and `expected_value` are the two values there.
+    value that isn't finite), `actual_value` and `expected_value` are the two values there. Where
+    features dwarf the row, `outlier_feature` is the largest of them, and they have a relative error
+    of their own; else it is None.
     """
 
     request_id: str
@@ -84,6 +106,26 @@ class RowDifference:
     expected_value: float
     nan_count: int
     inf_count: int
+    outlier_feature: int | None
+    outlier_error: float
+    outlier_allowed: float
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """The features of a site that dwarf their rows, judged apart from the others.
+
+    `rows` have some, `failing` of them more than these features may be off. `features` are the
+    largest in any row, ascending; `largest` is the largest magnitude among them. The worst relative
+    error, and over what is allowed.
+    """
+
+    rows: int
+    failing: int
+    features: tuple[int, ...]
+    largest: float
+    worst_relative_error: float
+    worst_ratio: float
 
 
 @dataclass(frozen=True)
@@ -96,7 +138,8 @@ class SiteSummary:
     failing row in order of request and position, `worst` the row with the largest relative error,
     by what it is allowed (one with NaN or Inf before any other). Cosine, norm ratios and the
     largest absolute difference, with its feature, leave out rows that aren't finite; they are NaN,
-    and None, where no row is left. Where `actual_width` and `expected_width` differ nothing is
+    and None, where no row is left. `outliers` are the features that were judged apart, None where
+    no feature dwarfs its row. Where `actual_width` and `expected_width` differ nothing is
     compared: every row fails, `rows` is 0, `first`, `worst` and `errors` are None.
     """
 
@@ -119,6 +162,7 @@ class SiteSummary:
     max_abs_feature: int | None
     nan_count: int
     inf_count: int
+    outliers: Outliers | None
 
     @property
     def passed(self) -> bool:
@@ -129,7 +173,7 @@ class SiteSummary:
     def worst_relative_error(self) -> float:
         """The largest relative error of any row; NaN when there is none, or a row isn't finite."""
         errors = self.errors
-        return float(errors.relative_error.max()) if errors and len(errors) else math.nan
+        return float(errors.largest_error.max()) if errors and len(errors) else math.nan
 
     @property
     def worst_ratio(self) -> float:

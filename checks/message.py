@@ -46,7 +46,7 @@ def _passed(comparison: Comparison) -> str:
         f"captures match: {comparison.rows_compared:,} rows at "
         f"{_count(len(comparison.sites), 'site')}, worst relative error "
         f"{comparison.worst_relative_error:.2g}{allowed}{_noise(comparison)}"
-        f"{_cached(comparison.ledger)}"
+        f"{_outliers(comparison.sites)}{_cached(comparison.ledger)}"
     )
 
 
@@ -59,6 +59,20 @@ def _noise(comparison: Comparison) -> str:
     return (
         f", the worst row at {comparison.worst_ratio:.0%} of what the noise floor allows it, the "
         f"median row of a site at most {worst.median_ratio:.2f} floors off"
+    )
+
+
+def _outliers(sites: Sequence[SiteSummary]) -> str:
+    """Which features were judged apart from the rest of their rows."""
+    found = [(site.outliers, site.site) for site in sites if site.outliers is not None]
+    if not found:
+        return ""
+    largest, site = max(found, key=lambda one: one[0].largest)
+    features = sorted({feature for outliers, _ in found for feature in outliers.features})
+    names = _named("feature", list(map(str, features)))
+    return (
+        f"; outlier {names}, up to {largest.largest:.6g} at {site}, judged apart from the others "
+        f"in {_count(sum(outliers.rows for outliers, _ in found), 'row')}"
     )
 
 
@@ -91,6 +105,12 @@ def _headline(comparison: Comparison) -> str:
         return f"captures differ: site {site.site} as a whole is wrong: {_as_a_whole(site.floor)}"
     row = site.first
     what = f"the relative error is {row.relative_error:.3g}, {row.allowed:.3g} is allowed"
+    if row.relative_error <= row.allowed:  # then its outliers are what fails
+        what = (
+            f"the relative error of its outlier features, the largest of which is "
+            f"{row.outlier_feature}, is {row.outlier_error:.3g}, {row.outlier_allowed:.3g} is "
+            "allowed"
+        )
     if row.nan_count or row.inf_count:
         what = _nonfinite(row)
     return f"captures differ: {where(row)} is the first wrong row: {what}"
@@ -213,6 +233,16 @@ def _divergence_lines(comparison: Comparison) -> list[str]:
         f"  norm, actual/expected  {row.norm_ratio:.6g}",
         f"  largest difference     {row.max_abs_diff:.6g} at feature {row.feature}: "
         f"actual {row.actual_value:.8g}, expected {row.expected_value:.8g}",
+        *_outlier_lines(row),
+    ]
+
+
+def _outlier_lines(row: RowDifference) -> list[str]:
+    if row.outlier_feature is None:
+        return []
+    return [
+        f"  outlier features       judged apart, the largest is {row.outlier_feature}: relative L2 "
+        f"error {row.outlier_error:.6g}, allowed {row.outlier_allowed:.6g}"
     ]
 
 

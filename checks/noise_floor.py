@@ -6,6 +6,8 @@ Transformers in a wider dtype r. For row i of a site, with Euclidean norms:
 - error[i] = |a - r| / |r|, and own[i] = |h - r| / |r|
 - floor[i] = max(own[i], the median of own over the site, eps(dtype) / 4)
 
+Norms leave out the features that dwarf their row (`tapcheck.checks.numerics`): the row verdict
+judges these too, with errors and a floor of their own, whose median is over the rows that have any.
 The medians keep a row that Transformers happened to hit from condemning the candidate; eps / 4 is
 what storing a value costs on average, with nothing computed. Two verdicts, both needed:
 

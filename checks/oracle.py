@@ -333,7 +333,7 @@ def _errors(capture: Capture, site: Site, own: torch.Tensor) -> FloatArray:
     rows = capture.rows.get(site)  # `join` has put them in the order of `_Own`
     if rows is None or rows.values.shape != own.shape:
         return np.full(1, math.nan)
-    return row_metrics(rows.values, own).relative_error
+    return row_metrics(rows.values, own).largest_error
 
 
 def _worst_error(capture: Capture, site: Site, own: torch.Tensor) -> float:

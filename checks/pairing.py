@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tapcheck.capture import IntArray, SiteRows
-from tapcheck.checks.comparison import RowDifference, RowErrors, SiteSummary
+from tapcheck.checks.comparison import Outliers, RowDifference, RowErrors, SiteSummary
 from tapcheck.checks.ledger import RowBook
 from tapcheck.checks.noise_floor import (
     SUSPECT_LIMIT,
@@ -20,7 +20,13 @@ from tapcheck.checks.noise_floor import (
     site_floor,
     suspects,
 )
-from tapcheck.checks.numerics import FloatArray, RowMetrics, row_metrics
+from tapcheck.checks.numerics import (
+    TINY_NORM,
+    BoolArray,
+    FloatArray,
+    RowMetrics,
+    row_metrics,
+)
 from tapcheck.checks.tolerances import ToleranceError, default_rtol, dtype_name
 from tapcheck.sites import Site
 
@@ -96,7 +102,8 @@ class Pairs:
                 # Not the coarser of the two: a capture that lost precision must not loosen its
                 # own judge.
                 limit = default_rtol(theirs.dtype) if rtol is None else rtol
-                errors = self._errors(metrics, np.full(len(metrics), limit))
+                allowed = np.full(len(metrics), limit)
+                errors = self._errors(metrics, allowed, np.where(_apart(metrics), limit, 0.0))
         failing = errors.failing if errors is not None else self.keys
         first = worst = None
         if errors is not None and len(errors):
@@ -116,6 +123,7 @@ class Pairs:
             floor=floor,
             first=first,
             worst=worst,
+            outliers=self._outliers(errors),
             **_extremes(metrics),
         )
 
@@ -132,7 +140,9 @@ class Pairs:
         allowed = allowances(floor)
         misplaced = self._neighbours_rows(suspects(candidate.relative_error, floor), floor)
         allowed[misplaced] = SUSPECT_LIMIT * floor[misplaced]
-        errors = self._errors(candidate, allowed, floor)
+        apart, outlier_allowed = _apart(candidate), np.zeros(len(candidate))
+        outlier_allowed[apart] = allowances(row_floors(own.outlier_error[apart], dtype))
+        errors = self._errors(candidate, allowed, outlier_allowed, floor)
         return errors, site_floor(candidate, own, floor)
 
     def _neighbours_rows(self, pairs: IntArray, floor: FloatArray) -> IntArray:
@@ -156,7 +166,11 @@ class Pairs:
         return misplaced
 
     def _errors(
-        self, metrics: RowMetrics, allowed: FloatArray, floor: FloatArray | None = None
+        self,
+        metrics: RowMetrics,
+        allowed: FloatArray,
+        outlier_allowed: FloatArray,
+        floor: FloatArray | None = None,
     ) -> RowErrors:
         request, position = self.book.owners(self.keys)
         return RowErrors(
@@ -166,13 +180,34 @@ class Pairs:
             cosine=metrics.cosine,
             norm_ratio=metrics.norm_ratio,
             allowed=allowed,
+            outlier_error=metrics.outlier_error,
+            outlier_allowed=outlier_allowed,
+            outlier_feature=metrics.outlier_feature,
             floor=floor,
+        )
+
+    def _outliers(self, errors: RowErrors | None) -> Outliers | None:
+        """What was judged apart, if any feature was."""
+        apart = np.empty(0, np.int64) if errors is None else np.flatnonzero(_apart(errors))
+        if errors is None or not len(apart):
+            return None
+        features, error = errors.outlier_feature[apart], errors.outlier_error[apart]
+        rows = torch.from_numpy(self.right[apart])
+        largest = self.expected.values[rows, torch.from_numpy(features)].double().abs().max()
+        allowed = errors.outlier_allowed[apart]
+        return Outliers(
+            rows=len(apart),
+            failing=int((~(error <= allowed)).sum()),
+            features=tuple(np.unique(features).tolist()),
+            largest=float(largest),
+            worst_relative_error=float(error.max()),
+            worst_ratio=float((error / allowed.clip(min=TINY_NORM)).max()),
         )
 
     def _difference(self, pair: int, errors: RowErrors, metrics: RowMetrics) -> RowDifference:
         """All that is known of one pair."""
         request, position = self.book.owner(int(self.keys[pair]))
-        feature = int(metrics.max_abs_feature[pair])
+        feature, outlier = int(metrics.max_abs_feature[pair]), int(errors.outlier_feature[pair])
         return RowDifference(
             request_id=request.id,
             site=self.site,
@@ -187,7 +222,15 @@ class Pairs:
             expected_value=float(self.expected.values[int(self.right[pair]), feature]),
             nan_count=int(metrics.nan_count[pair]),
             inf_count=int(metrics.inf_count[pair]),
+            outlier_feature=None if outlier < 0 else outlier,
+            outlier_error=float(errors.outlier_error[pair]),
+            outlier_allowed=float(errors.outlier_allowed[pair]),
         )
+
+
+def _apart(rows: RowMetrics | RowErrors) -> BoolArray:
+    """Which rows have features that were judged apart, [rows]."""
+    return rows.outlier_feature >= 0
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from tapcheck.capture import Capture, IntArray, SiteRows
 from tapcheck.checks.comparison import Comparison, SiteSummary
 from tapcheck.checks.ledger import RowBook
 from tapcheck.checks.noise_floor import allowances, row_floors
-from tapcheck.checks.numerics import TINY_NORM, FloatArray
+from tapcheck.checks.numerics import TINY_NORM, FloatArray, row_metrics
 from tapcheck.checks.pairing import widened
 from tapcheck.checks.tolerances import RTOL
 from tapcheck.request import Request
@@ -204,7 +204,7 @@ class Case:
             summary,
             errors.request[chosen],
             errors.position[chosen],
-            errors.relative_error[chosen],
+            errors.largest_error[chosen],
             errors.allowed[chosen],
         )
 
@@ -273,12 +273,14 @@ class Case:
 
 
 def _errors(actual: torch.Tensor, predicted: torch.Tensor, index: IntArray) -> FloatArray:
-    """The relative errors of rows; NaN where a row isn't finite, which satisfies no tolerance."""
-    at = torch.from_numpy(index)
-    right = predicted[at].double()
-    difference = (actual[at].double() - right).norm(dim=1)
-    relative = torch.where(difference == 0, 0.0, difference / right.norm(dim=1))
-    return np.asarray(relative.numpy(), np.float64)
+    """The relative errors of rows, of outlier features or the others, whichever is larger.
+
+    NaN where a row isn't finite, which satisfies no tolerance.
+    """
+    metrics = row_metrics(
+        actual.double(), predicted.double(), actual_index=index, expected_index=index
+    )
+    return metrics.largest_error
 
 
 def spread(count: int, most: int) -> IntArray:

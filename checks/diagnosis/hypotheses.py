@@ -11,6 +11,7 @@ import torch
 from tapcheck.checks.diagnosis.displacements import displaced
 from tapcheck.checks.diagnosis.evidence import GAIN, Case, Hypothesis, Lookup, Rows, Sample, norms
 from tapcheck.checks.faults import transposed
+from tapcheck.checks.numerics import outliers
 from tapcheck.sites import LAYER_POINTS, Site
 
 _READ_ELSEWHERE = "look at which site the tap is attached to"
@@ -151,8 +152,9 @@ def _scale(case: Case, sample: Sample) -> Hypothesis:
     right = _there(sample, sample.site, case.truth)
     factor = 1.0
     if right is not None and right.values.shape == sample.values.shape:
-        square = right.values.square().sum(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-        factor = float(((sample.values * right.values).sum(dim=1) / square).median())
+        others = right.values.masked_fill(outliers(right.values), 0)
+        square = others.square().sum(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+        factor = float(((sample.values * others).sum(dim=1) / square).median())
     root = sample.values.shape[1] ** 0.5
     fault, by = "scaled", f"{factor:.4g}"
     for power, text in ((1, "the square root of the width"), (-1, "1 / sqrt(width)")):

@@ -145,6 +145,7 @@ def _site(summary: SiteSummary) -> dict[str, Any]:
         "median_relative_error": None if errors is None else _median(errors.relative_error),
         "median_allowed": None if errors is None else _median(errors.allowed),
         "floor": {**asdict(floor), "passed": floor.passed} if floor else None,
+        "outliers": asdict(summary.outliers) if summary.outliers else None,
         "first": _row(summary.first) if summary.first else None,
         "worst": _row(summary.worst) if summary.worst else None,
     }
