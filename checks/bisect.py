@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from tapcheck.checks.jobs import Job, check_names
+from tapcheck.checks.jobs import Job, Mode, check_names
 from tapcheck.checks.supervisor import run_jobs
 from tapcheck.compatibility.verdict import CheckResult
 
@@ -152,6 +152,6 @@ def _name(check: str, job: Job) -> str | None:
     return next((name for name in check_names(job) if name.partition("[")[0] == check), None)
 
 
-def _mode(settings: Settings) -> Literal["hook", "graph"]:
-    mode: Literal["hook", "graph"] = settings.get("mode", "hook")
+def _mode(settings: Settings) -> Mode:
+    mode: Mode = settings.get("mode", "hook")
     return mode

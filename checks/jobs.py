@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Topology = Literal["in_process", "subprocess"]
+Mode = Literal["hook", "graph"]
 TOPOLOGIES: tuple[Topology, ...] = ("in_process", "subprocess")
 
 # The tiny models that are judged when none is named, and how strictly in float32: four layers lose
@@ -64,7 +65,7 @@ class Job:
     rtol: float | None = None
     metamorphic: bool = False
     bundle: str | None = None
-    mode: Literal["hook", "graph"] = "hook"
+    mode: Mode = "hook"
     engine: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -83,6 +84,7 @@ def plan_jobs(
     device: str,
     rtol: float | None = None,
     bundles: Path | None = None,
+    mode: Mode = "hook",
 ) -> list[Job]:
     """The jobs for these models (name to folder).
 
@@ -92,11 +94,13 @@ def plan_jobs(
     first_name, first_path = next(iter(models.items()))
     selftest = Job(first_name, first_path, "float32", "cpu", None)
     engines = [
-        Job(name, path, dtype, device, topology, rtol, bundle=_bundle(bundles, name, topology))
+        Job(
+            name, path, dtype, device, topology, rtol, False, _bundle(bundles, name, topology), mode
+        )
         for name, path in models.items()
         for topology in TOPOLOGIES
     ]
-    itself = Job(first_name, first_path, dtype, device, "in_process", rtol, metamorphic=True)
+    itself = Job(first_name, first_path, dtype, device, "in_process", rtol, True, mode=mode)
     return [selftest, *engines, itself]
 
 

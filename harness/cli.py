@@ -15,8 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tapcheck.cli_bisect import bisect
-from tapcheck.cli_captures import DtypeName, DtypeOption, JsonOption, capture, diff
+from tapcheck.cli_bisect import RunnerName, bisect
+from tapcheck.cli_captures import (
+    DtypeName,
+    DtypeOption,
+    JsonOption,
+    ModeName,
+    capture,
+    diff,
+)
 from tapcheck.errors import EngineError, TapcheckError
 from tapcheck.results import (
     check_summary,
@@ -57,7 +64,6 @@ _UsageError: Any = typer.BadParameter.__base__
 
 
 DeviceName = Enum("DeviceName", {"auto": "auto", "cpu": "cpu", "cuda": "cuda"})
-RunnerName = Enum("RunnerName", {"v1": "v1", "v2": "v2"})
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -122,6 +128,10 @@ def check(
             "Triton's interpreter, slowly."
         ),
     ] = None,
+    mode: Annotated[
+        ModeName,
+        typer.Option(help="By hooks in eager engines, or by static taps in compiled ones."),
+    ] = ModeName.hook,
     record: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Record the run as a matrix row in DIR.")
     ] = None,
@@ -157,8 +167,11 @@ def check(
         os.environ.update(runner_variables(runner.value, chosen))
     environment = collect_environment(chosen)
     rtol = TINY_RTOL if not models and dtype is DtypeName.float32 else None
-    jobs = plan_jobs(_models_to_check(models or []), dtype.value, chosen, rtol, bundle)
-    asked = {"dtype": dtype.value} | ({"runner": runner.value} if runner else {})
+    named = _models_to_check(models or [])
+    jobs = plan_jobs(named, dtype.value, chosen, rtol, bundle, mode.value)
+    asked = {"dtype": dtype.value, "mode": mode.value} | (
+        {"runner": runner.value} if runner else {}
+    )
     same = _recorded(jobs, environment, record, asked) if unless_recorded else None
     if same is not None:
         out.print(f"recorded before, as {same.id}: nothing is run", style="bold")

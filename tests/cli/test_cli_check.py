@@ -50,7 +50,7 @@ def engine_of(job: Job) -> EngineSettings:
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
         runner="v1",
-        mode="hook",
+        mode=job.mode,
         topology=job.topology,
         attention_backend="CPU_ATTN",
         block_size=128,
@@ -279,6 +279,19 @@ def test_a_recorded_row_answers_for_its_own_model_runner_only(
     seen = jobs(judged_by_today_s_sources)
     ends = [cli(*again, "--runner", runner).code for runner in ("v1", "v1", "v2")]
     assert (ends, len(seen)) == ([0, 0, 0], 8)
+
+
+def test_graph_mode_is_asked_of_every_engine_and_is_another_run(
+    cli: Callable[..., Done], jobs: Callable[..., list[Job]], llama: Path, tmp_path: Path
+) -> None:
+    again = ("check", llama, "--record", "rows", "--unless-recorded")
+    seen = jobs(judged_by_today_s_sources)
+    ends = [cli(*again, "--mode", mode).code for mode in ("hook", "graph", "graph")]
+    assert (ends, len(seen)) == ([0, 0, 0], 8)
+    assert [job.mode for job in seen if job.topology] == ["hook"] * 3 + ["graph"] * 3
+    rows = read_rows(tmp_path / "rows")
+    recorded = [{engine.mode for engine in row.settings} for row in rows]
+    assert recorded in ([{"hook"}, {"graph"}], [{"graph"}, {"hook"}])  # in the same second
 
 
 def test_a_recorded_failure_stays_one_and_a_lost_check_is_run_again(

