@@ -190,11 +190,25 @@ def _require_right(
     graph.end(output)
     graph.detach()
     for site in sites:
-        apart = (read[site].float() - expected[site].float()).norm() / expected[site].float().norm()
+        apart = relative_distance(read[site], expected[site])
         if not apart <= _MOST_APART:  # NaN is too far as well
             raise EngineError(
-                f"site {site}: what graph mode reads is {float(apart):.1g} (relative) from what a "
+                f"site {site}: what graph mode reads is {apart:.1g} (relative) from what a "
                 f"hook on the module reads, so {type(adapter.model).__name__} does not give the "
                 "residual stream after that layer as an auxiliary output. Use graph_taps=["
                 f"{str(site)!r}]"
             )
+
+
+def relative_distance(read: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of two reads [rows, width] of one dummy pass: 0 where all is alike, NaN and infinity too.
+
+    Attention leaves its output as the memory was found in a dummy pass: values may be of any size,
+    more than a float32 norm can hold, or none that is finite.
+    """
+    read, expected = read.double(), expected.double()
+    alike = (read == expected) | (read.isnan() & expected.isnan())
+    difference = (read - expected).masked_fill(alike, 0).norm()
+    if difference == 0:
+        return 0.0
+    return float(difference / expected.nan_to_num(0, 0, 0).norm())
