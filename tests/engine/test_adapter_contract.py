@@ -134,7 +134,7 @@ def test_unwatch_leaves_the_runner_as_it_was(engine: VLLMBackend) -> None:
     assert list(witness.adapter.model._forward_pre_hooks) == hooks
     engine._call("tapcheck_uninstall")
     engine._installed = None
-    assert not {"execute_model", "prepare_inputs"} & shadowing().keys()
+    assert not {"execute_model", "prepare_inputs", "_model_forward"} & shadowing().keys()
     assert not witness.adapter.model._forward_pre_hooks
 
 

@@ -17,7 +17,7 @@ import pytest
 from tapcheck.compatibility.environment import vllm_distribution
 from tapcheck.fixtures.runners import runner_variables
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500, method="thread")]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500, method="thread")]
 
 RUNS = {
     "adapter contract": ["test_adapter_contract.py", "contract_of_v2.py"],
