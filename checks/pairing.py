@@ -143,7 +143,7 @@ class Pairs:
         apart, outlier_allowed = _apart(candidate), np.zeros(len(candidate))
         outlier_allowed[apart] = allowances(row_floors(own.outlier_error[apart], dtype))
         errors = self._errors(candidate, allowed, outlier_allowed, floor)
-        return errors, site_floor(candidate, own, floor)
+        return errors, site_floor(candidate, own, floor, dtype)
 
     def _neighbours_rows(self, pairs: IntArray, floor: FloatArray) -> IntArray:
         """Those of the pairs whose actual row is that of the position before or after it."""

@@ -262,7 +262,9 @@ class Case:
             dtype = self.expected.rows[sample.site].values.dtype
             typical = row_floors(_errors(own.values, rows.values, index), dtype)
             allowed = allowances(typical)
-            if np.median(errors / typical) > 1 + max(0.5, 3 / np.sqrt(len(index))):
+            truncation = torch.finfo(dtype).eps / float(np.median(typical))
+            most = 1 + max(0.5, 3 / np.sqrt(len(index)), truncation)
+            if np.median(errors / typical) > most:
                 return None
         left = (1 - hypothesis.gain) * np.median(before)
         if not bool((errors <= allowed).all()) or np.median(errors) > left:
