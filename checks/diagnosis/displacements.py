@@ -26,6 +26,8 @@ from tapcheck.sites import Site
 BoolArray = npt.NDArray[np.bool_]
 
 _BLOCK = 2048
+# The part of the rows from a position on, or of a forward pass, that fails for all to be shifted.
+_MOST = 0.7
 _OWNERSHIP = "look at which rows of a batch are given to which request"
 _OFFSET = "look for an offset in the step layout, or rows of another step"
 
@@ -108,11 +110,9 @@ def _shifted(case: Case, sample: Sample, shift: int) -> Hypothesis:
     neighbour = {-1: "the previous position", 1: "the next position"}.get(
         shift, f"the position {by} {'before' if shift < 0 else 'after'}"
     )
-    runs_on, starts = _failing_runs(case, sample)
-    if runs_on:
-        claim = (
-            f"rows are {by} {side} from {starts} on: each equals the expected row of {neighbour}"
-        )
+    where = _failing_runs(case, sample)
+    if where is not None:
+        claim = f"rows are {by} {side} {where}: each equals the expected row of {neighbour}"
         return Hypothesis(
             "shifted_rows",
             claim,
@@ -133,8 +133,12 @@ def _shifted(case: Case, sample: Sample, shift: int) -> Hypothesis:
     )
 
 
-def _failing_runs(case: Case, sample: Sample) -> tuple[bool, str]:
-    """Whether rows fail from some position on, to the end of their request; where that is."""
+def _failing_runs(case: Case, sample: Sample) -> str | None:
+    """Where rows fail together: `from position 17 on`, or `in prefill chunk 2`.
+
+    Together they are when they run on to the end of their request, or fill one forward pass. None
+    for single rows.
+    """
     errors = sample.summary.errors
     assert errors is not None
     failing = np.zeros(len(errors), dtype=bool)
@@ -149,17 +153,42 @@ def _failing_runs(case: Case, sample: Sample) -> tuple[bool, str]:
         longest = max(longest, int((tail & failing).sum()))
         first = first or (int(number), start)
     if first is None:
-        return True, "position 0"
-    return longest > 1 and bad >= 0.7 * after, place_of(case, sample.site, *first)
+        return "from position 0 on"
+    if longest > 1 and bad >= _MOST * after:
+        return f"from {place_of(case, sample.site, *first)} on"
+    return _failing_chunk(
+        case, sample.site, first, errors.position[failing & (errors.request == first[0])]
+    )
+
+
+def _failing_chunk(case: Case, site: Site, first: tuple[int, int], failing: IntArray) -> str | None:
+    """`in prefill chunk 2, positions 17 to 32`: the forward pass whose rows most of those are."""
+    steps, positions = _steps(case, site, first[0])
+    chunk = positions[steps == steps[np.searchsorted(positions, first[1])]]
+    inside = np.isin(failing, chunk)
+    length = case.expected.requests[first[0]].prompt_length
+    if (
+        len(chunk) < 2
+        or chunk[-1] >= length
+        or inside.sum() < _MOST * max(len(chunk), len(failing))
+    ):
+        return None
+    number = len(np.unique(steps[: np.searchsorted(positions, chunk[0]) + 1]))
+    return f"in prefill chunk {number}, positions {chunk[0]} to {chunk[-1]}"
+
+
+def _steps(case: Case, site: Site, request: int) -> tuple[IntArray, IntArray]:
+    """The step and the position of each row of a request at a site, by position."""
+    owner, positions = case.delivered.owners(site)
+    mine = owner == request
+    order = np.argsort(positions[mine], kind="stable")
+    return case.actual.rows[site].columns.step[mine][order], positions[mine][order]
 
 
 def place_of(case: Case, site: Site, request: int, position: int) -> str:
     """`position 17 (the first row of prefill chunk 2)`: a position, and what begins there."""
-    owner, positions = case.delivered.owners(site)
-    mine = owner == request
-    order = np.argsort(positions[mine], kind="stable")
-    steps, at = case.actual.rows[site].columns.step[mine][order], positions[mine][order]
-    where = int(np.searchsorted(at, position))
+    steps, positions = _steps(case, site, request)
+    where = int(np.searchsorted(positions, position))
     length = case.expected.requests[request].prompt_length
     text = f"position {position}"
     if position == length:

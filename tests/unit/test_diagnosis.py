@@ -199,11 +199,21 @@ def test_a_scale_is_measured() -> None:
     assert (found.fault, "times -3" in found.claim) == ("scaled", True)
 
 
-def test_a_shift_says_where_it_begins_and_that_a_chunk_does() -> None:
+@pytest.mark.parametrize(
+    ("late", "said"),
+    [
+        (range(8, 14), "late from position 8 (the first row of prefill chunk 3) on: each equals"),
+        (range(6, 14), "late from position 6 on: each equals"),
+        (range(12, 14), "late from position 12 (the first generated token) on: each equals"),
+        (range(4, 8), "late in prefill chunk 2, positions 4 to 7: each equals"),
+    ],
+)
+def test_a_shift_says_where_it_begins_and_what_chunk_does(late: range, said: str) -> None:
+    """A prompt of twelve tokens was taken in three chunks of four."""
     healthy = synthetic_capture(lengths=((12, 3), (4, 2)))
     columns = healthy["mlp_out.1"].columns
-    late = (columns.request == 0) & (columns.position >= 8)
-    step = np.where(late, columns.step + 1, columns.step)
+    chunk = np.minimum(columns.position // 4, 2)
+    step = np.where(columns.request == 0, columns.step + chunk, columns.step)
     healthy = replace(
         healthy,
         rows={
@@ -218,11 +228,11 @@ def test_a_shift_says_where_it_begins_and_that_a_chunk_does() -> None:
             zip(columns.request, columns.position, strict=True)
         )
     }
-    for position in range(8, 14):
+    for position in late:
         values[row_of[0, position]] = healthy["mlp_out.1"].values[row_of[0, position - 1]]
     found = likeliest(replaced("mlp_out.1", values, healthy), healthy)
     assert found.fault == "shifted_rows"
-    assert "one position late from position 8 (the first row of prefill chunk 2) on" in found.claim
+    assert f"rows are one position {said}" in found.claim
 
 
 def test_the_requests_whose_rows_were_exchanged_are_named() -> None:
