@@ -8,7 +8,7 @@ from packaging.version import InvalidVersion, Version
 
 from tapcheck.compatibility.errors import UnsupportedVersionError
 
-TESTED_VLLM = ("0.28.0", "0.32.0")
+TESTED_VLLM = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 OVERRIDE = "TAPCHECK_ALLOW_UNTESTED_VLLM"
 
 

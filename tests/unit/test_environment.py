@@ -182,7 +182,7 @@ def test_tested_versions_of_vllm_are_accepted(version: str) -> None:
     require_supported_vllm(version)
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.32.1", "0.33.0", "0.32.0rc1", "from source"])
+@pytest.mark.parametrize("version", ["0.27.1", "0.32.1", "0.33.0", "0.32.0rc1", "from source"])
 def test_other_versions_are_refused_unless_overridden(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:

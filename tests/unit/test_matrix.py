@@ -28,6 +28,7 @@ from tapcheck.compatibility.matrix import (
 )
 from tapcheck.compatibility.rows import EngineSettings, MatrixRow
 from tapcheck.compatibility.verdict import Condition
+from tapcheck.compatibility.versions import TESTED_VLLM
 
 FAILED = row(
     id="20261201T000000Z-00000a",
@@ -132,7 +133,7 @@ def test_the_worst_relative_error_is_the_largest_that_was_bounded(
 def test_cells_of_the_grid_that_no_row_covers_are_unknown() -> None:
     for rows in ([], [ROW], [ROW, FAILED]):
         lines = table(render_markdown(rows, ALL_HASHES), "## By vLLM version")
-        assert [line["vllm"] for line in lines] == ["0.32.0", "0.28.0"]
+        assert [line["vllm"] for line in lines] == list(reversed(TESTED_VLLM))
         known = sum(value != "unknown" for line in lines for value in line.values()) - len(lines)
         assert known == {0: 0, 1: 1, 2: 3}[len(rows)]
 
@@ -155,11 +156,12 @@ def test_a_pass_hides_no_failure_of_another_dtype_or_model(other: EngineSettings
 
 def test_a_known_cell_has_the_verdict_of_the_newest_row_and_links_to_it() -> None:
     older = row(id="20250101T000000Z-0000ff", recorded_at="2025-01-01T00:00:00Z", checks=())
-    lines = table(render_markdown([older, FAILED, ROW], ALL_HASHES), "## By vLLM version")
-    assert lines[0]["runner v1, hook, CPU build"] == f"[pass](#{ROW.id.lower()})"
-    assert lines[1]["runner v1, hook, GPU"] == f"[fail](#{FAILED.id.lower()})"
-    assert lines[1]["runner v1, graph, GPU"] == f"[fail](#{FAILED.id.lower()})"
-    assert lines[1]["runner v1, hook, CPU build"] == "unknown"
+    found = table(render_markdown([older, FAILED, ROW], ALL_HASHES), "## By vLLM version")
+    lines = {line["vllm"]: line for line in found}
+    assert lines["0.32.0"]["runner v1, hook, CPU build"] == f"[pass](#{ROW.id.lower()})"
+    assert lines["0.28.0"]["runner v1, hook, GPU"] == f"[fail](#{FAILED.id.lower()})"
+    assert lines["0.28.0"]["runner v1, graph, GPU"] == f"[fail](#{FAILED.id.lower()})"
+    assert lines["0.28.0"]["runner v1, hook, CPU build"] == "unknown"
 
 
 def test_versions_outside_the_tested_list_get_a_line_when_they_were_recorded() -> None:
@@ -170,7 +172,7 @@ def test_versions_outside_the_tested_list_get_a_line_when_they_were_recorded() -
         render_markdown([*rows, row(environment=replace(CPU_BUILD, vllm=None))], {}),
         "## By vLLM version",
     )
-    assert [line["vllm"] for line in lines] == ["0.33.0", "0.32.0", "0.28.0", "0.9.0", "own"]
+    assert [line["vllm"] for line in lines] == ["0.33.0", *reversed(TESTED_VLLM), "0.9.0", "own"]
 
 
 @pytest.mark.parametrize("render", RENDERINGS.values())
@@ -192,7 +194,9 @@ def test_json_has_the_rows_as_filed_and_what_is_derived_from_them() -> None:
     assert document["rows"][1]["shown_verdict"] == "stale"
     assert document["rows"][1]["stale_checks"] == ["ledger"]
     assert {"vllm", "runner", "mode", "device", "verdict", "row"} == document["grid"][0].keys()
-    assert sum(cell["verdict"] == "unknown" for cell in document["grid"]) == 16 - 3
+    assert (
+        sum(cell["verdict"] == "unknown" for cell in document["grid"]) == 8 * len(TESTED_VLLM) - 3
+    )
 
 
 class Page(HTMLParser):
