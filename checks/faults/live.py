@@ -109,7 +109,7 @@ def twice_as_large(store: RowStore, site: Site, terms: Terms) -> None:
 
 @_fault("constant_tap", "resid_post")
 def not_copied(store: RowStore, site: Site, terms: Terms) -> None:
-    """Rows are handed out in one buffer that the next step fills again, as a replayed graph does."""
+    """Rows are handed out in one buffer, which each step fills anew, as a replayed graph does."""
     if not store.open:
         return
     rows = store.selected(sum(terms[1:], terms[0]))

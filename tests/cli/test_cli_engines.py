@@ -71,6 +71,56 @@ def test_check_judges_a_model_in_both_topologies(
     assert str(tmp_path) not in row.read_text(encoding="utf-8")
 
 
+# Runs when an interpreter starts, and breaks the engine's taps in the process of the checks only:
+# the one whose core is in a subprocess, and Transformers, stay sound.
+BROKEN = """
+import sys
+
+if "tapcheck.checks.child" in sys.orig_argv:
+    from tapcheck.checks.faults.live import broken_taps
+    from tapcheck.vllm.backend import VLLMBackend
+
+    capture = VLLMBackend.capture
+
+    def broken(*arguments, **options):
+        with broken_taps("residual_left_out"):
+            return capture(*arguments, **options)
+
+    VLLMBackend.capture = broken
+"""
+
+
+def test_a_check_of_a_broken_engine_leaves_a_bundle_that_replays_what_differs(
+    cli: Callable[..., Done],
+    command: Callable[..., Done],
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "sitecustomize.py").write_text(BROKEN, encoding="utf-8")
+    done = command(
+        *("check", llama, "--bundle", "bundles", "--json", "result.json"),
+        TMPDIR=str(tmp_path),
+        PYTHONPATH=str(tmp_path / "broken"),
+    )
+    assert done.code == 1, done
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    checks = {check["name"]: check["status"] for check in result["checks"]}
+    assert checks["selftest"] == "pass"
+    assert checks[f"equivalence[{llama.name},in_process]"] == "fail"
+    assert checks[f"equivalence[{llama.name},subprocess]"] == "pass"
+    (bundle,) = (tmp_path / "bundles").iterdir()
+    assert bundle.name == f"{llama.name}-in_process"
+    readme = (bundle / "README.md").read_text(encoding="utf-8")
+    replay = next(line for line in readme.splitlines() if line.startswith("tapcheck diff "))
+    monkeypatch.chdir(bundle)
+    again = cli(*replay.split()[1:])
+    assert again.code == 1
+    assert again.out.splitlines()[0] in readme
+    assert "the residual is missing" in again.out
+
+
 def test_a_check_that_is_interrupted_leaves_no_process(llama: Path, tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "tapcheck", "check", str(llama), "--log", "log"],
