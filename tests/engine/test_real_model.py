@@ -10,6 +10,9 @@ import pytest
 
 from tapcheck.capture import Capture, SiteRows
 from tapcheck.checks import assert_captures_match, compare_captures
+from tapcheck.checks.faults import FAULTS
+from tapcheck.checks.faults.models import MODEL_FAULTS
+from tapcheck.checks.selftest import selftest
 from tapcheck.models import encode
 from tapcheck.sites import Site, all_sites
 
@@ -63,3 +66,11 @@ def test_in_bfloat16_it_passes_and_a_2_percent_scale_or_one_misplaced_row_fails(
             assert [failing.site for failing in found.failing_sites] == [site]
             if values is scaled:  # the fixed tolerance can't see it
                 assert compare_captures(faulty, expected).passed
+
+
+def test_every_fault_is_caught_and_named_in_its_bfloat16_captures(real_model: Path) -> None:
+    found = selftest(real_model, dtype="bfloat16", healthy=1)
+    assert (found.missed, found.false_alarms) == ((), ())
+    assert found.named >= 0.95 * len(found.injections)
+    assert len(found.injections) == len({*FAULTS, *MODEL_FAULTS}) - 1
+    assert "no sliding window" in found.not_applicable[0]
