@@ -25,8 +25,9 @@ outliers in a row, hence MOST_OUTLIERS.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -112,23 +113,93 @@ def row_metrics(
     if block_elements is None:
         block_elements = BLOCK_ELEMENTS if width <= BLOCK_ELEMENTS else WIDE_BLOCK_ELEMENTS
     step = max(1, block_elements // width)
-    blocks = []
-    for start in range(0, len(left), step):
-        block_left = torch.from_numpy(left[start : start + step])
-        block_right = torch.from_numpy(right[start : start + step])
-        a, e = actual.index_select(0, block_left), expected.index_select(0, block_right)
-        blocks.append(_block(a.to(wide), e.to(wide)))
-    return RowMetrics.concatenate(blocks)
-
-
-def _block(a: torch.Tensor, e: torch.Tensor) -> RowMetrics:
-    metrics, unsafe = _finite_block(a, e)
-    if len(unsafe):
-        again, _ = _finite_block(a[unsafe].double(), e[unsafe].double())
-        for field in fields(RowMetrics):
-            getattr(metrics, field.name)[unsafe.numpy()] = getattr(again, field.name)
-        _mark_nonfinite(metrics, a, e, unsafe)
+    take_left, take_right = _taker(actual, left), _taker(expected, right)
+    parts = [
+        _measured(take_left(at, at + step).to(wide), take_right(at, at + step).to(wide))
+        for at in range(0, len(left), step)
+    ]
+    if not parts:
+        return RowMetrics.concatenate([])
+    metrics, unsafe, dwarfed = _by_formula(*map(np.concatenate, zip(*parts, strict=True)))
+    for look_closer, rows in ((_again_in_float64, unsafe), (_judge_apart, dwarfed)):
+        for at in range(0, len(rows), step):
+            some = rows[at : at + step]
+            a = actual.index_select(0, torch.from_numpy(left[some])).to(wide)
+            e = expected.index_select(0, torch.from_numpy(right[some])).to(wide)
+            look_closer(metrics, some, a, e)
     return metrics
+
+
+def _taker(rows: torch.Tensor, index: IntArray) -> Callable[[int, int], torch.Tensor]:
+    """What gives the rows index[start:stop]: a view where the whole index is one run, as mostly."""
+    if len(index) and bool((np.diff(index) == 1).all()):
+        run = rows[int(index[0]) : int(index[-1]) + 1]
+        return lambda start, stop: run[start:stop]
+    return lambda start, stop: rows.index_select(0, torch.from_numpy(index[start:stop]))
+
+
+def _measured(a: torch.Tensor, e: torch.Tensor) -> tuple[npt.NDArray[Any], ...]:
+    """What the formulas need of each row: the arguments of `_by_formula`, of shape [n] each."""
+    difference = a - e
+    norms = [torch.linalg.vector_norm(x, dim=1).numpy() for x in (a, e, difference)]
+    dot = torch.linalg.vecdot(a, e).numpy()
+    absolute, values = difference.abs_().numpy(), e.numpy()
+    feature = absolute.argmax(axis=1)  # an order of magnitude faster than torch's
+    largest = absolute[np.arange(len(feature)), feature]
+    return *norms, dot, largest, feature, values.max(axis=1), values.min(axis=1)
+
+
+def _by_formula(
+    norm_a: FloatArray,
+    norm_e: FloatArray,
+    norm_d: FloatArray,
+    dot: FloatArray,
+    largest: FloatArray,
+    feature: IntArray,
+    highest: FloatArray,
+    lowest: FloatArray,
+) -> tuple[RowMetrics, IntArray, IntArray]:
+    """The metrics of whole rows taken to be finite, and which rows need a closer look.
+
+    Those that aren't finite, or that float32 can't square; and those that may have outliers.
+    """
+    norm_a, norm_e, norm_d = norm_a.astype(float), norm_e.astype(float), norm_d.astype(float)
+    both_zero = (norm_a == 0) & (norm_e == 0)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        relative = np.where(norm_d == 0, 0.0, norm_d / norm_e)
+        ratio = np.where(both_zero, 1.0, norm_a / norm_e)
+        cosine = np.where(both_zero, 1.0, np.clip(dot / norm_a / norm_e, -1.0, 1.0))
+        one_zero = (norm_a == 0) != (norm_e == 0)
+        unsafe = ~np.isfinite(norm_a + norm_e + norm_d) | (np.minimum(norm_a, norm_e) < TINY_NORM)
+        # No row has an outlier whose largest feature isn't at least this part of it.
+        peak = np.maximum(highest, -lowest).astype(float)
+        dwarfed = ~unsafe & (peak**2 * (MOST_OUTLIERS + 1) >= norm_e**2)
+    zeros = np.zeros(len(dot), np.int64)
+    metrics = RowMetrics(
+        relative_error=relative,
+        cosine=np.where(one_zero, 0.0, cosine),
+        norm_ratio=ratio,
+        max_abs_diff=largest.astype(np.float64),
+        max_abs_feature=feature.astype(np.int64, copy=False),
+        nan_count=zeros,
+        inf_count=zeros.copy(),
+        outlier_error=np.zeros(len(dot)),
+        outlier_feature=np.full(len(dot), -1, np.int64),
+    )
+    return metrics, np.flatnonzero(unsafe), np.flatnonzero(dwarfed)
+
+
+def _again_in_float64(
+    metrics: RowMetrics, rows: IntArray, a: torch.Tensor, e: torch.Tensor
+) -> None:
+    """Put the metrics of these rows, `a` and `e`, in place anew, and mark those not finite."""
+    again, _, _ = _by_formula(*_measured(a.double(), e.double()))
+    for field in fields(RowMetrics):
+        getattr(metrics, field.name)[rows] = getattr(again, field.name)
+    finite = np.flatnonzero((a.isfinite() & e.isfinite()).all(dim=1).numpy())
+    at = torch.from_numpy(finite)
+    _judge_apart(metrics, rows[finite], a[at].double(), e[at].double())
+    _mark_nonfinite(metrics, rows, a, e)
 
 
 def outliers(rows: torch.Tensor) -> torch.Tensor:
@@ -147,80 +218,34 @@ def outliers(rows: torch.Tensor) -> torch.Tensor:
     return found.scatter_(1, features, upto)
 
 
-def _finite_block(a: torch.Tensor, e: torch.Tensor) -> tuple[RowMetrics, torch.Tensor]:
-    """Metrics of rows taken to be finite, and the indices of those that need a closer look."""
-    metrics, unsafe, norm_e = _whole_rows(a, e)
-    # No row has an outlier whose largest feature isn't at least this part of it. A NaN has none.
-    values = e.numpy()
-    peak = np.maximum(values.max(axis=1), -values.min(axis=1)).astype(np.float64)
-    dwarfed = np.flatnonzero(peak**2 * (MOST_OUTLIERS + 1) >= norm_e**2)
-    dwarfed = dwarfed[np.isfinite(norm_e[dwarfed]) & (norm_e[dwarfed] > 0)]
-    if len(dwarfed):
-        _judge_apart(metrics, a, e, dwarfed)
-    return metrics, unsafe
-
-
-def _judge_apart(metrics: RowMetrics, a: torch.Tensor, e: torch.Tensor, rows: IntArray) -> None:
+def _judge_apart(metrics: RowMetrics, rows: IntArray, a: torch.Tensor, e: torch.Tensor) -> None:
     """Put the metrics of these rows without their outlier features in place, where they have any.
 
     The largest absolute difference and its feature stay those of the whole row.
     """
-    apart = outliers(e[torch.from_numpy(rows)])
+    apart = outliers(e)
     some = apart.any(dim=1)
     if not bool(some.any()):
         return
-    rows, apart = rows[some.numpy()], apart[some]
-    mine, theirs = a[torch.from_numpy(rows)], e[torch.from_numpy(rows)]
-    others, _, _ = _whole_rows(mine.masked_fill(apart, 0), theirs.masked_fill(apart, 0))
+    rows, apart, mine, theirs = rows[some.numpy()], apart[some], a[some], e[some]
+    others, _, _ = _by_formula(*_measured(mine.masked_fill(apart, 0), theirs.masked_fill(apart, 0)))
     for name in ("relative_error", "cosine", "norm_ratio"):
         getattr(metrics, name)[rows] = getattr(others, name)
-    alone, _, _ = _whole_rows(mine.masked_fill(~apart, 0), theirs.masked_fill(~apart, 0))
+    mine, theirs = mine.masked_fill(~apart, 0), theirs.masked_fill(~apart, 0)
+    alone, _, _ = _by_formula(*_measured(mine, theirs))
     metrics.outlier_error[rows] = alone.relative_error
-    metrics.outlier_feature[rows] = theirs.masked_fill(~apart, 0).abs().numpy().argmax(axis=1)
+    metrics.outlier_feature[rows] = theirs.abs().numpy().argmax(axis=1)
 
 
-def _whole_rows(a: torch.Tensor, e: torch.Tensor) -> tuple[RowMetrics, torch.Tensor, FloatArray]:
-    """Metrics with nothing judged apart, the rows that need a closer look, and the norms of e."""
-    difference = a - e
-    norms = [torch.linalg.vector_norm(x, dim=1) for x in (a, e, difference)]
-    norm_a, norm_e, norm_d = (norm.double().numpy() for norm in norms)
-    dot = torch.linalg.vecdot(a, e).double().numpy()
-    absolute = difference.abs_().numpy()
-    feature = absolute.argmax(axis=1)  # an order of magnitude faster than torch's
-    both_zero = (norm_a == 0) & (norm_e == 0)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        relative = np.where(norm_d == 0, 0.0, norm_d / norm_e)
-        ratio = np.where(both_zero, 1.0, norm_a / norm_e)
-        cosine = np.where(both_zero, 1.0, np.clip(dot / norm_a / norm_e, -1.0, 1.0))
-        one_zero = (norm_a == 0) != (norm_e == 0)
-        unsafe = ~np.isfinite(norm_a + norm_e + norm_d) | (np.minimum(norm_a, norm_e) < TINY_NORM)
-    zeros = np.zeros(len(dot), np.int64)
-    metrics = RowMetrics(
-        relative_error=relative,
-        cosine=np.where(one_zero, 0.0, cosine),
-        norm_ratio=ratio,
-        max_abs_diff=absolute[np.arange(len(feature)), feature].astype(np.float64),
-        max_abs_feature=feature.astype(np.int64, copy=False),
-        nan_count=zeros,
-        inf_count=zeros.copy(),
-        outlier_error=np.zeros(len(dot)),
-        outlier_feature=np.full(len(dot), -1, np.int64),
-    )
-    return metrics, torch.from_numpy(np.flatnonzero(unsafe)), norm_e
-
-
-def _mark_nonfinite(
-    metrics: RowMetrics, a: torch.Tensor, e: torch.Tensor, rows: torch.Tensor
-) -> None:
-    nan = a[rows].isnan() | e[rows].isnan()
-    inf = (a[rows].isinf() | e[rows].isinf()) & ~nan
-    index = rows.numpy()
-    metrics.nan_count[index] = nan.sum(dim=1).numpy()
-    metrics.inf_count[index] = inf.sum(dim=1).numpy()
+def _mark_nonfinite(metrics: RowMetrics, rows: IntArray, a: torch.Tensor, e: torch.Tensor) -> None:
+    """Count what isn't finite in these rows, and give those that hold any NaN for metrics."""
+    nan = a.isnan() | e.isnan()
+    inf = (a.isinf() | e.isinf()) & ~nan
+    metrics.nan_count[rows] = nan.sum(dim=1).numpy()
+    metrics.inf_count[rows] = inf.sum(dim=1).numpy()
     broken = (nan | inf).any(dim=1).numpy()
     first = (nan | inf).int().argmax(dim=1).numpy()
-    at = index[broken]
+    at = rows[broken]
     metrics.max_abs_feature[at] = first[broken]
     for name in ("relative_error", "cosine", "norm_ratio", "max_abs_diff"):
         getattr(metrics, name)[at] = np.nan
-    metrics.outlier_error[at], metrics.outlier_feature[at] = 0.0, -1

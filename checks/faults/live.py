@@ -55,7 +55,7 @@ def broken_taps(name: str) -> Iterator[LiveFault]:
     if RowStore.put is not _put:
         raise CaptureError("the taps of this process are broken already: one live fault at a time")
     fault = LIVE_FAULTS[name]
-    RowStore.put = fault.put  # type: ignore[method-assign]
+    RowStore.put = fault.put  # type: ignore[assignment, method-assign]
     try:
         yield fault
     finally:
