@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +43,7 @@ WIDE_BLOCK_ELEMENTS = 1 << 22  # for rows that are wider than that
 OUTLIER_LENGTH = 4.0
 MOST_OUTLIERS = 8
 _ROW_PART = 64
+_MEASURED = 8
 # Norms below this are of elements whose squares float32 can't hold in full.
 TINY_NORM = 1e-12
 
@@ -114,13 +114,11 @@ def row_metrics(
         block_elements = BLOCK_ELEMENTS if width <= BLOCK_ELEMENTS else WIDE_BLOCK_ELEMENTS
     step = max(1, block_elements // width)
     take_left, take_right = _taker(actual, left), _taker(expected, right)
-    parts = [
-        _measured(take_left(at, at + step).to(wide), take_right(at, at + step).to(wide))
-        for at in range(0, len(left), step)
-    ]
-    if not parts:
-        return RowMetrics.concatenate([])
-    metrics, unsafe, dwarfed = _by_formula(*map(np.concatenate, zip(*parts, strict=True)))
+    measured = np.empty((_MEASURED, len(left)))
+    for at in range(0, len(left), step):
+        a, e = take_left(at, at + step).to(wide), take_right(at, at + step).to(wide)
+        measured[:, at : at + step] = _measured(a, e)
+    metrics, unsafe, dwarfed = _by_formula(measured)
     for look_closer, rows in ((_again_in_float64, unsafe), (_judge_apart, dwarfed)):
         for at in range(0, len(rows), step):
             some = rows[at : at + step]
@@ -138,32 +136,24 @@ def _taker(rows: torch.Tensor, index: IntArray) -> Callable[[int, int], torch.Te
     return lambda start, stop: rows.index_select(0, torch.from_numpy(index[start:stop]))
 
 
-def _measured(a: torch.Tensor, e: torch.Tensor) -> tuple[npt.NDArray[Any], ...]:
-    """What the formulas need of each row: the arguments of `_by_formula`, of shape [n] each."""
+def _measured(a: torch.Tensor, e: torch.Tensor) -> FloatArray:
+    """What the formulas need of each row, [_MEASURED, n]: norms, the product, and extremes."""
     difference = a - e
     norms = [torch.linalg.vector_norm(x, dim=1).numpy() for x in (a, e, difference)]
     dot = torch.linalg.vecdot(a, e).numpy()
     absolute, values = difference.abs_().numpy(), e.numpy()
     feature = absolute.argmax(axis=1)  # an order of magnitude faster than torch's
     largest = absolute[np.arange(len(feature)), feature]
-    return *norms, dot, largest, feature, values.max(axis=1), values.min(axis=1)
+    extremes = values.max(axis=1), values.min(axis=1)
+    return np.array([*norms, dot, largest, feature, *extremes], np.float64)
 
 
-def _by_formula(
-    norm_a: FloatArray,
-    norm_e: FloatArray,
-    norm_d: FloatArray,
-    dot: FloatArray,
-    largest: FloatArray,
-    feature: IntArray,
-    highest: FloatArray,
-    lowest: FloatArray,
-) -> tuple[RowMetrics, IntArray, IntArray]:
+def _by_formula(measured: FloatArray) -> tuple[RowMetrics, IntArray, IntArray]:
     """The metrics of whole rows taken to be finite, and which rows need a closer look.
 
     Those that aren't finite, or that float32 can't square; and those that may have outliers.
     """
-    norm_a, norm_e, norm_d = norm_a.astype(float), norm_e.astype(float), norm_d.astype(float)
+    norm_a, norm_e, norm_d, dot, largest, feature, highest, lowest = measured
     both_zero = (norm_a == 0) & (norm_e == 0)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         relative = np.where(norm_d == 0, 0.0, norm_d / norm_e)
@@ -172,15 +162,15 @@ def _by_formula(
         one_zero = (norm_a == 0) != (norm_e == 0)
         unsafe = ~np.isfinite(norm_a + norm_e + norm_d) | (np.minimum(norm_a, norm_e) < TINY_NORM)
         # No row has an outlier whose largest feature isn't at least this part of it.
-        peak = np.maximum(highest, -lowest).astype(float)
+        peak = np.maximum(highest, -lowest)
         dwarfed = ~unsafe & (peak**2 * (MOST_OUTLIERS + 1) >= norm_e**2)
     zeros = np.zeros(len(dot), np.int64)
     metrics = RowMetrics(
         relative_error=relative,
         cosine=np.where(one_zero, 0.0, cosine),
         norm_ratio=ratio,
-        max_abs_diff=largest.astype(np.float64),
-        max_abs_feature=feature.astype(np.int64, copy=False),
+        max_abs_diff=largest.copy(),
+        max_abs_feature=feature.astype(np.int64),
         nan_count=zeros,
         inf_count=zeros.copy(),
         outlier_error=np.zeros(len(dot)),
@@ -193,7 +183,7 @@ def _again_in_float64(
     metrics: RowMetrics, rows: IntArray, a: torch.Tensor, e: torch.Tensor
 ) -> None:
     """Put the metrics of these rows, `a` and `e`, in place anew, and mark those not finite."""
-    again, _, _ = _by_formula(*_measured(a.double(), e.double()))
+    again, _, _ = _by_formula(_measured(a.double(), e.double()))
     for field in fields(RowMetrics):
         getattr(metrics, field.name)[rows] = getattr(again, field.name)
     finite = np.flatnonzero((a.isfinite() & e.isfinite()).all(dim=1).numpy())
@@ -228,11 +218,11 @@ def _judge_apart(metrics: RowMetrics, rows: IntArray, a: torch.Tensor, e: torch.
     if not bool(some.any()):
         return
     rows, apart, mine, theirs = rows[some.numpy()], apart[some], a[some], e[some]
-    others, _, _ = _by_formula(*_measured(mine.masked_fill(apart, 0), theirs.masked_fill(apart, 0)))
+    others, _, _ = _by_formula(_measured(mine.masked_fill(apart, 0), theirs.masked_fill(apart, 0)))
     for name in ("relative_error", "cosine", "norm_ratio"):
         getattr(metrics, name)[rows] = getattr(others, name)
     mine, theirs = mine.masked_fill(~apart, 0), theirs.masked_fill(~apart, 0)
-    alone, _, _ = _by_formula(*_measured(mine, theirs))
+    alone, _, _ = _by_formula(_measured(mine, theirs))
     metrics.outlier_error[rows] = alone.relative_error
     metrics.outlier_feature[rows] = theirs.abs().numpy().argmax(axis=1)
 
