@@ -95,7 +95,7 @@ BESIDE = {
     "double_start_token": {"shifted_rows"},
     "layer_off_by_one": {"overwritten_in_place", "wrong_site"},
     "last_layer_after_final_norm": {"post_norm_for_pre_norm"},
-    "wrong_padding_side": {"stale_row"},
+    "wrong_padding_side": {"stale_row", "shifted_rows"},
 }
 
 
