@@ -12,6 +12,7 @@ if [ $# -gt 0 ]; then
     exec "${pytest[@]}" "$@"
 fi
 code=0
-"${pytest[@]}" -n auto tests/unit || code=$?
+# One thread each: on as many cores as there are processes, torch's own threads only wait.
+OMP_NUM_THREADS=1 "${pytest[@]}" -n auto tests/unit || code=$?
 "${pytest[@]}" --ignore tests/unit || code=$?
 exit "$code"
