@@ -294,7 +294,7 @@ def matrix(
         Path, typer.Option(metavar="FILE", help="The Markdown page; the others go beside it.")
     ] = _PAGE,
 ) -> int:
-    """Render the recorded rows to the compatibility page, as Markdown, HTML, JSON and a badge."""
+    """Render the recorded rows: page, HTML, JSON and a badge."""
     from tapcheck.checks.jobs import plan_jobs
     from tapcheck.checks.sources import source_hash
     from tapcheck.compatibility.files import write_whole

@@ -53,7 +53,7 @@ def bisect(
     ] = None,
     json_file: JsonOption = None,
 ) -> int:
-    """Find the smallest change of the engine's settings that turns a failing check green.
+    """Find the least change of settings that turns a check green.
 
     Every setting is changed alone, each time in an engine of its own; where no change is enough,
     two are made together, and so on.

@@ -19,7 +19,7 @@ import tapcheck.__main__
 from tapcheck.errors import CaptureError, EngineError
 from tapcheck.terminal import quiet_engine
 
-COMMANDS = ("check", "capture", "diff", "matrix", "selftest", "env")
+COMMANDS = ("check", "bisect", "capture", "diff", "matrix", "selftest", "env")
 
 
 @pytest.mark.parametrize(
