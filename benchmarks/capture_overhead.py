@@ -18,7 +18,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tapcheck import Request
 
 REQUESTS, PROMPT, NEW = 16, 32, 64
 
@@ -41,6 +44,15 @@ def build_model(folder: Path, width: int, layers: int) -> Path:
     return folder
 
 
+def make_requests() -> list[Request]:
+    from tapcheck import Request
+
+    return [
+        Request(str(i), tuple((i * 37 + j * 11) % 512 for j in range(PROMPT)))
+        for i in range(REQUESTS)
+    ]
+
+
 def timed(act: Callable[[], Any]) -> float:
     started = time.perf_counter()
     act()
@@ -50,12 +62,9 @@ def timed(act: Callable[[], Any]) -> float:
 def measure(model: Path, layers: int, pairs: int, in_process: bool) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    from tapcheck import Request, VLLMBackend
+    from tapcheck import VLLMBackend
 
-    requests = [
-        Request(str(i), tuple((i * 37 + j * 11) % 512 for j in range(PROMPT)))
-        for i in range(REQUESTS)
-    ]
+    requests = make_requests()
     prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
     sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     sites = [f"resid_post.{layer}" for layer in range(layers)]

@@ -20,16 +20,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from capture_overhead import NEW, PROMPT, REQUESTS, build_model, timed
+from capture_overhead import NEW, REQUESTS, build_model, make_requests, timed
 
 
 def measure(model: Path, layers: int, pairs: int) -> dict[str, Any]:
-    from tapcheck import Request, VLLMBackend
+    from tapcheck import VLLMBackend
 
-    requests = [
-        Request(str(i), tuple((i * 37 + j * 11) % 512 for j in range(PROMPT)))
-        for i in range(REQUESTS)
-    ]
+    requests = make_requests()
     tapped = (0, layers // 2, layers - 1)
     sites = [f"resid_post.{layer}" for layer in tapped]
     delivered = 0
