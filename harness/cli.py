@@ -109,53 +109,61 @@ def tapcheck(
     """Proves that the activations you capture are the activations the model computed."""
 
 
+BundleOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Write what replays rows that differ to folders in DIR."),
+]
+DeviceOption = Annotated[
+    DeviceName, typer.Option(help="Where to judge; auto takes a GPU when there is one.")
+]
+LogOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Where the engines' own output goes.")
+]
+ModelsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL", help="Model folders or ids; without any, tiny models built here."
+    ),
+]
+ModeOption = Annotated[
+    ModeName, typer.Option(help="By hooks in eager engines, or by static taps in compiled ones.")
+]
+RecordOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Record the run as a matrix row in DIR.")
+]
+RunnerOption = Annotated[
+    RunnerName | None,
+    typer.Option(
+        help="vLLM's model runner, by default the one that vLLM takes; v2 on a CPU runs in "
+        "Triton's interpreter, slowly."
+    ),
+]
+UnlessRecordedOption = Annotated[
+    bool,
+    typer.Option(
+        "--unless-recorded",
+        help="Run nothing when the folder of --record has a row of this very run: the same "
+        "checks, sources and environment.",
+    ),
+]
+
+
 @app.command()
 def check(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="MODEL", help="Model folders or ids; without any, tiny models built here."
-        ),
-    ] = None,
-    device: Annotated[
-        DeviceName, typer.Option(help="Where to judge; auto takes a GPU when there is one.")
-    ] = DeviceName.auto,
+    models: ModelsArgument = None,
+    device: DeviceOption = DeviceName.auto,
     dtype: DtypeOption = DtypeName.float32,
-    runner: Annotated[
-        RunnerName | None,
-        typer.Option(
-            help="vLLM's model runner, by default the one that vLLM takes; v2 on a CPU runs in "
-            "Triton's interpreter, slowly."
-        ),
-    ] = None,
-    mode: Annotated[
-        ModeName,
-        typer.Option(help="By hooks in eager engines, or by static taps in compiled ones."),
-    ] = ModeName.hook,
-    record: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Record the run as a matrix row in DIR.")
-    ] = None,
-    unless_recorded: Annotated[
-        bool,
-        typer.Option(
-            "--unless-recorded",
-            help="Run nothing when the folder of --record has a row of this very run: the same "
-            "checks, sources and environment.",
-        ),
-    ] = False,
-    log: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the engines' own output goes.")
-    ] = None,
+    runner: RunnerOption = None,
+    mode: ModeOption = ModeName.hook,
+    record: RecordOption = None,
+    unless_recorded: UnlessRecordedOption = False,
+    log: LogOption = None,
     json_file: JsonOption = None,
-    bundle: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write what replays rows that differ to folders in DIR."),
-    ] = None,
+    bundle: BundleOption = None,
 ) -> int:
     """Judge vLLM's activations against Transformers', row by row."""
     from tapcheck.checks.jobs import TINY_RTOL, plan_jobs
     from tapcheck.compatibility.environment import collect_environment
-    from tapcheck.compatibility.rows import write_row
     from tapcheck.fixtures.runners import runner_variables
 
     require_writable("--json", json_file)
@@ -173,11 +181,25 @@ def check(
         {"runner": runner.value} if runner else {}
     )
     same = _recorded(jobs, environment, record, asked) if unless_recorded else None
-    if same is not None:
-        out.print(f"recorded before, as {same.id}: nothing is run", style="bold")
-        write_json(json_file, check_summary(same))
-        print_verdict(same, check_summary(same), None)
-        return 0 if same.verdict == "pass" else 1
+    if same is None:
+        return _judge_and_tell(jobs, environment, record, log, json_file, bundle)
+    out.print(f"recorded before, as {same.id}: nothing is run", style="bold")
+    write_json(json_file, check_summary(same))
+    print_verdict(same, check_summary(same), None)
+    return 0 if same.verdict == "pass" else 1
+
+
+def _judge_and_tell(
+    jobs: Sequence[Job],
+    environment: Environment,
+    record: Path | None,
+    log: Path | None,
+    json_file: Path | None,
+    bundle: Path | None,
+) -> int:
+    """Run the jobs, record and show what they found; returns the exit code."""
+    from tapcheck.compatibility.rows import write_row
+
     output = log or new_log()
     try:
         row = _judge(jobs, environment, output)

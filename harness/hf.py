@@ -141,7 +141,7 @@ class HFBackend:
         through `generate`, and their rows are taken while it generates.
         """
         model = self._model
-        check_requests(requests, max_new_tokens)
+        check_requests(requests, [max_new_tokens] * len(requests))
         require_vocabulary(self._model_name, self._config, requests)
         plan = make_plan(sites, select, self.num_layers)
         store = RowStore(plan.sites, plan.selectors)

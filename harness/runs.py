@@ -98,15 +98,16 @@ def finished(
 
 
 def check_requests(
-    requests: Sequence[Request], max_new_tokens: int, max_model_len: int | None = None
+    requests: Sequence[Request], new_tokens: Sequence[int], max_model_len: int | None = None
 ) -> None:
-    """Raise CaptureError for requests that can't be run, don't fit, or can't be told apart."""
+    """Raise CaptureError for requests that can't be run, don't fit, or can't be told apart.
+
+    `new_tokens` is parallel to `requests`: how many tokens each may generate.
+    """
     if not requests:
         raise CaptureError("no request was given: give at least one prompt")
-    if max_new_tokens < 1:
-        raise CaptureError(f"max_new_tokens is {max_new_tokens}: an engine generates at least 1")
     seen: set[str] = set()
-    for request in requests:
+    for request, most in zip(requests, new_tokens, strict=True):
         if not isinstance(request, Request):
             raise CaptureError(
                 f"{request!r} is no Request: tapcheck.models.as_requests makes them of prompts"
@@ -116,7 +117,9 @@ def check_requests(
                 f"request id {request.id!r} stands for two requests: ids must differ"
             )
         seen.add(request.id)
-        length = len(prompt_to_run(request)) + tokens_to_generate(request, max_new_tokens)
+        if most < 1:
+            raise CaptureError(f"max_new_tokens is {most}: an engine generates at least 1")
+        length = len(prompt_to_run(request)) + tokens_to_generate(request, most)
         if max_model_len is not None and length > max_model_len:
             raise CaptureError(
                 f"request {request.id!r} needs {length} positions, but the engine was started with "

@@ -55,6 +55,8 @@ def displaced(case: Case, sample: Sample) -> Iterator[Hypothesis]:
     for shift in dict.fromkeys([*common, -1, 1]):
         yield _shifted(case, sample, shift)
     yield from _other_request(case, sample, distances, request, position)
+    for shift in (-1, 1):
+        yield from _offset_in_batch(case, sample, distances, shift)
 
 
 def _distances(case: Case, sample: Sample) -> FloatArray:
@@ -235,3 +237,42 @@ def _other_request(
     )
     way_out = "look for a buffer that keeps the rows of a request before, and " + _OWNERSHIP[8:]
     yield Hypothesis("stale_request", claim, way_out, predict)
+
+
+def _offset_in_batch(
+    case: Case, sample: Sample, distances: FloatArray, shift: int
+) -> Iterator[Hypothesis]:
+    """Each row of a forward pass is its neighbour's in the batch, across requests.
+
+    Inside a request that is the row of the next position, or the previous one; where its rows of
+    the pass end, it is the nearest row with which another request's begin, or end. Nothing is said
+    unless both occur, and no row is the neighbour of two.
+    """
+    request, position = case.truth.owners(sample.site)
+    step = case.steps(sample.site, request, position)
+    beyond = case.steps(sample.site, request, position - shift) != step
+    mine = case.steps(sample.site, sample.request, sample.position)
+    holder, place = sample.request.copy(), sample.position + shift
+    edges = np.flatnonzero(case.steps(sample.site, holder, place) != mine)
+    for at in edges:
+        there = beyond & (step == mine[at]) & (request != sample.request[at])
+        if not there.any():
+            holder[at] = -1
+            continue
+        nearest = np.where(there, distances[at], np.inf).argmin()
+        holder[at], place[at] = request[nearest], position[nearest]
+    crossed = edges[holder[edges] >= 0]
+    taken = set(zip(mine[crossed], holder[crossed], strict=True))
+    if not len(crossed) or len(edges) == len(sample) or len(taken) < len(crossed):
+        return
+    first = crossed[0]
+    ids = [request.id for request in case.expected.requests]
+    yield Hypothesis(
+        "shifted_rows",
+        f"each row of a forward pass is that of the row {'before' if shift < 0 else 'after'} it in "
+        f"the batch, whichever request's that is: {ids[sample.request[first]]!r} at "
+        f"{sample.position[first]} holds {ids[holder[first]]!r} at {place[first]}",
+        _OFFSET,
+        _predict(sample, holder, place, moved=holder >= 0),
+        ("in the batch", shift),
+    )

@@ -75,7 +75,7 @@ class Lookup:
         """The rows (request[i], position[i]) of a site; None when it has no rows at all."""
         if not self.width(site):
             return None
-        keys, order = self._indexed(site)
+        keys, order = self.indexed(site)
         wanted = self.book.keys_of(request, position)
         place = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
         values = self.capture.rows[site].values[torch.from_numpy(order[place])]
@@ -86,7 +86,8 @@ class Lookup:
         columns = self.capture.rows[site].columns
         return np.array(self.book.number, np.int64)[columns.request], columns.position
 
-    def _indexed(self, site: Site) -> tuple[IntArray, IntArray]:
+    def indexed(self, site: Site) -> tuple[IntArray, IntArray]:
+        """The key of each of a site's rows, ascending, and which row has it."""
         if site not in self._keys:
             keys = self.book.delivered_keys(self.capture.rows[site].columns)
             order = np.argsort(keys, kind="stable")
@@ -181,6 +182,14 @@ class Case:
         """The actual rows."""
         return self._lookup("delivered", self.actual)
 
+    def steps(self, site: Site, request: IntArray, position: IntArray) -> IntArray:
+        """The step that computed each actual row (request[i], position[i]); -1 where none did."""
+        keys, order = self.delivered.indexed(site)
+        wanted = self.delivered.book.keys_of(request, position)
+        place = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+        step = self.actual.rows[site].columns.step[order[place]]
+        return np.where(keys[place] == wanted, step, -1)
+
     def _lookup(self, name: str, capture: Capture) -> Lookup:
         if name not in self._lookups:
             self._lookups[name] = Lookup(capture, self.expected.requests)
@@ -228,7 +237,7 @@ class Case:
         relative_error: FloatArray,
         allowed: FloatArray,
     ) -> Sample:
-        keys, order = self.delivered._indexed(summary.site)
+        keys, order = self.delivered.indexed(summary.site)
         row = order[np.searchsorted(keys, self.delivered.book.keys_of(request, position))]
         delivered = self.actual.rows[summary.site]
         given = delivered.values[torch.from_numpy(row)]

@@ -7,6 +7,7 @@ contract_of_v2.py, that fails when its meaning changes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -86,7 +87,7 @@ class _Decoded:
     ahead: int = 0
 
 
-class _WatchingAdapter:
+class _WatchingAdapter(ABC):
     """What the adapters share: how passes are announced, given each slot of a pass and its rows."""
 
     # Rows of the dummy pass: enough for a median, few enough for any max_num_batched_tokens.
@@ -142,21 +143,21 @@ class _WatchingAdapter:
             undo()
         self._unwatch = []
 
+    @abstractmethod
     def _watch_passes(self, begin: Begin, end: End) -> list[Callable[[], None]]:
         """Enclose the forward passes that run while `_scheduled` is set; returns what undoes it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _watch_schedule(self) -> list[Callable[[], None]]:
         """Have `_scheduled` set for scheduled passes only; returns what undoes it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _slots(self) -> tuple[Sequence[str], list[int]]:
         """vLLM's id and the position of the first row of each slot of the pass, in row order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _segments(self, starts: list[int]) -> tuple[Segment, ...]:
         """The rows of each slot of the pass, whose rows start at these positions."""
-        raise NotImplementedError
 
     def _shadow(self, name: str, method: Callable[..., Any]) -> Callable[[], None]:
         """Put `method` before a method of the runner; returns what undoes it."""

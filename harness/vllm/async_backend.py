@@ -45,7 +45,7 @@ from tapcheck.vllm.protocol import (
     sites_of_all,
     unreachable,
 )
-from tapcheck.vllm.sampling import captured, one_for_each
+from tapcheck.vllm.sampling import captured, most_new_tokens, one_for_each
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -132,24 +132,24 @@ class AsyncVLLMBackend:
 
         Request ids need to be unique within one call only.
         """
-        least = max_new_tokens if sampling_params is None else 1
-        check_requests(requests, least, self.metadata["engine"]["max_model_len"])
+        each = one_for_each(sampling_params, requests)
+        new_tokens = [most_new_tokens(wanted, max_new_tokens) for wanted in each]
+        check_requests(requests, new_tokens, self.metadata["engine"]["max_model_len"])
         require_vocabulary(self._model, self._config, requests)
         plan = make_plan(sites, select, self.num_layers)
         metadata = {**self.metadata, "select": plan.select}
         owners = {next(self._keys): request for request in requests}
-        each = one_for_each(sampling_params, requests)
         params = [
             captured(
                 request,
                 owner,
-                max_new_tokens,
+                most,
                 wanted,
                 plan=plan,
                 speculative=self.metadata["engine"]["speculative"],
                 read_prefix_cache=read_prefix_cache,
             )
-            for (owner, request), wanted in zip(owners.items(), each, strict=True)
+            for (owner, request), wanted, most in zip(owners.items(), each, new_tokens, strict=True)
         ]
         exact = max_new_tokens if sampling_params is None else None
         async with self._tapped(plan):

@@ -161,7 +161,6 @@ class VLLMBackend:
         positions under `metadata["cached"]`. Raises CaptureError rather than return a capture
         with a gap.
         """
-        self._check(requests, max_new_tokens if sampling_params is None else 1)
         with self.session(sites, select, read_prefix_cache=read_prefix_cache) as session:
             session.run(requests, sampling_params, max_new_tokens=max_new_tokens)
             return session.collect()
@@ -198,7 +197,6 @@ class VLLMBackend:
         Returns vLLM's outputs, by the caller's ids and in the order of `requests`. Arguments and
         errors as for `capture`: beside it, this shows what capture costs or changes.
         """
-        self._check(requests, max_new_tokens if sampling_params is None else 1)
         with self._one_at_a_time:
             self._uninstall()
             plan = Plan((), parse_selectors(select))
@@ -246,9 +244,9 @@ class VLLMBackend:
             raise EngineError("this backend was closed: make a new one")
         return self._llm.llm_engine
 
-    def _check(self, requests: Sequence[Request], max_new_tokens: int) -> None:
+    def _check(self, requests: Sequence[Request], new_tokens: Sequence[int]) -> None:
         """Raise CaptureError for requests that this engine can't run."""
-        check_requests(requests, max_new_tokens, self.metadata["engine"]["max_model_len"])
+        check_requests(requests, new_tokens, self.metadata["engine"]["max_model_len"])
         require_vocabulary(self._model, self._config, requests)
 
     def _install(self, plan: Plan) -> None:

@@ -28,6 +28,12 @@ def one_for_each(
     return list(sampling_params)
 
 
+def most_new_tokens(sampling_params: SamplingParams | None, max_new_tokens: int) -> int:
+    """How many tokens a request of these parameters may generate; else `max_new_tokens`."""
+    most = None if sampling_params is None else sampling_params.max_tokens
+    return max_new_tokens if most is None else most
+
+
 def captured(
     request: Request,
     owner: str,

@@ -12,12 +12,12 @@ from tapcheck.request import Request
 from tapcheck.runs import Plan, assemble, finished, prompt_to_run
 from tapcheck.transport import RowBatch
 from tapcheck.vllm.protocol import engine_errors
-from tapcheck.vllm.sampling import captured, one_for_each
+from tapcheck.vllm.sampling import captured, most_new_tokens, one_for_each
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
-Check = Callable[[list[Request], int], None]
+Check = Callable[[Sequence[Request], Sequence[int]], None]
 Drain = Callable[[Mapping[str, int]], RowBatch]
 Discard = Callable[[list[str]], None]
 
@@ -70,30 +70,41 @@ class Session:
         Raises CaptureError for one that doesn't fit the engine, whose id is in use, or whose
         parameters sample more than once.
         """
-        if request.id in self.unfinished or request.id in [r.id for r in self._ended.values()]:
-            raise CaptureError(
-                f"request id {request.id!r} is in use: collect or abort the request that has it, "
-                "or give this one another id"
+        self._queue([request], [sampling_params], max_new_tokens)
+
+    def _queue(
+        self,
+        requests: Sequence[Request],
+        each: Sequence[SamplingParams | None],
+        max_new_tokens: int,
+    ) -> None:
+        """Queue requests with the parameters of each, once all are sure to fit."""
+        taken = {request.id for request in (*self._running.values(), *self._ended.values())}
+        for request in requests:
+            if isinstance(request, Request) and request.id in taken:
+                raise CaptureError(
+                    f"request id {request.id!r} is in use: collect or abort the request that has "
+                    "it, or give this one another id"
+                )
+        new_tokens = [most_new_tokens(params, max_new_tokens) for params in each]
+        self._check(requests, new_tokens)
+        for request, wanted, most in zip(requests, each, new_tokens, strict=True):
+            owner = next(self._keys)
+            params = captured(
+                request,
+                owner,
+                most,
+                wanted,
+                plan=self._plan,
+                speculative=self._metadata["engine"]["speculative"],
+                read_prefix_cache=self._read_prefix_cache,
             )
-        if sampling_params is not None and sampling_params.max_tokens is not None:
-            max_new_tokens = sampling_params.max_tokens
-        self._check([request], max_new_tokens)
-        owner = next(self._keys)
-        params = captured(
-            request,
-            owner,
-            max_new_tokens,
-            sampling_params,
-            plan=self._plan,
-            speculative=self._metadata["engine"]["speculative"],
-            read_prefix_cache=self._read_prefix_cache,
-        )
-        prompt = {"type": "token", "prompt_token_ids": list(prompt_to_run(request))}
-        with engine_errors():
-            self._engine.add_request(owner, prompt, params)
-        self._running[owner] = request
-        if sampling_params is None:
-            self._exact[owner] = max_new_tokens
+            prompt = {"type": "token", "prompt_token_ids": list(prompt_to_run(request))}
+            with engine_errors():
+                self._engine.add_request(owner, prompt, params)
+            self._running[owner] = request
+            if wanted is None:
+                self._exact[owner] = most
 
     def step(self) -> list[RequestOutput]:
         """Run the engine once; returns vLLM's outputs of the requests that ended, by caller's id.
@@ -125,9 +136,7 @@ class Session:
 
         `sampling_params` are for all requests, or one for each. Raises as `add_request` and `step`.
         """
-        each = one_for_each(sampling_params, requests)
-        for request, params in zip(requests, each, strict=True):
-            self.add_request(request, params, max_new_tokens=max_new_tokens)
+        self._queue(requests, one_for_each(sampling_params, requests), max_new_tokens)
         ended = []
         while self._running:
             ended += self.step()

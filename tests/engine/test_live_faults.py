@@ -34,6 +34,18 @@ def test_a_tap_that_is_broken_in_the_engine_is_caught_and_named(
     assert compare_captures(healthy, expected).passed
 
 
+def test_a_wrong_row_offset_over_a_batch_of_requests_is_named(
+    engine: VLLMBackend, llama: Path, requests: list[Request]
+) -> None:
+    with broken_taps("wrong_row_offset") as fault:
+        faulty = engine.capture(requests, ["resid_post.1", "resid_post.2"], max_new_tokens=4)
+    with HFBackend(llama) as hf:
+        expected = hf.capture(faulty.requests, faulty.sites)
+    likeliest = compare_captures(faulty, expected).diagnoses[0]
+    assert likeliest.fault == fault.named
+    assert "the row before it in the batch" in likeliest.claim
+
+
 def test_one_fault_at_a_time_and_taps_are_sound_again_after_an_error() -> None:
     sound = RowStore.put
     with pytest.raises(CaptureError, match="no live fault 'nothing': there are residual_left_out"):

@@ -106,6 +106,35 @@ def test_no_fault_is_taken_for_another(fault: Fault) -> None:
     assert set(found) <= {fault.name, *BESIDE.get(fault.name, ())}
 
 
+def rolled_in_each_step(capture: Capture, by: int) -> Capture:
+    """Every row of a step holds that of the row `by` before it in the batch, around its ends."""
+    rows = {}
+    for site, delivered in capture.rows.items():
+        step = delivered.columns.step
+        held = np.arange(len(step))
+        for one in np.unique(step):
+            mine = np.flatnonzero(step == one)
+            held[mine] = np.roll(mine, by)
+        rows[site] = SiteRows(delivered.columns, delivered.values[torch.from_numpy(held)])
+    return replace(capture, rows=rows)
+
+
+@pytest.mark.parametrize(("by", "side"), [(1, "before"), (-1, "after")])
+def test_rows_offset_over_a_batch_of_requests_are_named(by: int, side: str) -> None:
+    found = likeliest(rolled_in_each_step(HEALTHY, by))
+    assert found.fault == "shifted_rows"
+    held = "'a' at 0 holds 'c' at 6" if by > 0 else "'a' at 4 holds 'b' at 0"
+    assert f"the row {side} it in the batch" in found.claim
+    assert held in found.claim
+
+
+def test_rows_of_one_step_in_a_random_order_are_not_an_offset_over_the_batch() -> None:
+    rows = HEALTHY["resid_post.1"].values
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(3))
+    faulty = replaced("resid_post.1", rows[order])
+    assert not any("in the batch" in one.claim for one in diagnoses(faulty))
+
+
 # --- what is no fault is not named ----------------------------------------------------------------
 
 

@@ -195,11 +195,11 @@ def test_requests_that_can_t_run_are_an_error(
     requests: Any, max_new_tokens: int, message: str
 ) -> None:
     with pytest.raises(CaptureError, match=message):
-        check_requests(requests, max_new_tokens)
+        check_requests(requests, [max_new_tokens] * len(requests))
 
 
 def test_requests_that_can_run_are_none() -> None:
-    check_requests([Request("1", (1,)), Request("10", (1,)), Request("a-0", (1,))], 1)
+    check_requests([Request("1", (1,)), Request("10", (1,)), Request("a-0", (1,))], [1, 1, 1])
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_request_that_does_not_fit_is_refused_before_it_runs(
     request_: Request, max_new_tokens: int, fits: bool
 ) -> None:
     if fits:
-        check_requests([request_], max_new_tokens, 32)
+        check_requests([request_], [max_new_tokens], 32)
     else:
         with pytest.raises(CaptureError, match=r"'r' needs 33 positions.*max_model_len=32"):
-            check_requests([request_], max_new_tokens, 32)
+            check_requests([request_], [max_new_tokens], 32)
