@@ -246,9 +246,9 @@ class _Engines:
         self._expected = HFBackend(model, dtype=dtype)
         self._reference = None if dtype == "float32" else HFBackend(model)
         # Only eager attention knows soft caps.
-        config = self.candidate._config.get_text_config()
+        config = self.candidate.config.get_text_config()
         if getattr(config, "attn_logit_softcapping", None) is None:
-            self.candidate._model.set_attn_implementation("eager")
+            self.candidate.model.set_attn_implementation("eager")
 
     def pair(self, seed: int) -> HealthyPair:
         """A healthy pair on random prompts of this seed."""

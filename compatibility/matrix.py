@@ -17,13 +17,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
 from packaging.version import InvalidVersion, Version
 from tabulate import tabulate
 
 from tapcheck.compatibility.badge import draw_badge
 from tapcheck.compatibility.environment import Environment, describe_gpu
 from tapcheck.compatibility.rows import EngineSettings, MatrixRow, stale_checks, to_document
+from tapcheck.compatibility.templates import templates
 from tapcheck.compatibility.verdict import CheckResult, Condition, Metric, status
 from tapcheck.compatibility.versions import TESTED_VLLM
 
@@ -160,25 +160,21 @@ def _json_lines(values: Iterable[Any]) -> str:
 def render_html(rows: Iterable[MatrixRow], current_hashes: Mapping[str, str]) -> str:
     """One self-contained page."""
     ordered = _newest_first(rows)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
     sections = [_section(row, current_hashes) for row in ordered]
     filters = {
         name: sorted({value for section in sections for value in section.told_apart_by[name]})
         for name in _FILTERS
     }
-    return environment.get_template("matrix.html").render(
-        notes=NOTES,
-        grid=_grid(ordered, current_hashes),
-        gpus=[name for name in filters["GPU"] if name != CPU_BUILD],
-        sections=sections,
-        filters=filters,
+    return (
+        templates(Path(__file__).parent)
+        .get_template("matrix.html")
+        .render(
+            notes=NOTES,
+            grid=_grid(ordered, current_hashes),
+            gpus=[name for name in filters["GPU"] if name != CPU_BUILD],
+            sections=sections,
+            filters=filters,
+        )
     )
 
 

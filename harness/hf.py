@@ -42,7 +42,8 @@ class HFBackend:
     """Captures from a Transformers model on one device.
 
     Requests run `batch_size` at a time, padded on the left; padding is never captured. Raises
-    ModelError when the model can't be found or is not a decoder-only language model.
+    ModelError when the model can't be found or is not a decoder-only language model. `config` is
+    the model's configuration, as Transformers loads it.
     """
 
     name = "hf"
@@ -55,7 +56,7 @@ class HFBackend:
         device: str = "cpu",
         batch_size: int = 8,
     ) -> None:
-        self._config = load_config(model)
+        self.config = load_config(model)
         self._model_name = str(model)
         self._dtype = require_dtype(dtype)
         self._device = _usable_device(device)
@@ -75,7 +76,7 @@ class HFBackend:
                 self._model_name,
                 dtype=getattr(torch, self._dtype),
                 output_loading_info=True,
-                **_attention(self._config.get_text_config()),
+                **_attention(self.config.get_text_config()),
             )
         except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
             reason = first_line(error)
@@ -92,7 +93,8 @@ class HFBackend:
         return model.to(self._device).eval()
 
     @property
-    def _model(self) -> Any:
+    def model(self) -> Any:
+        """The Transformers model; raises EngineError when the backend was closed."""
         if self._loaded is None:
             raise EngineError("this backend was closed: make a new one")
         return self._loaded
@@ -100,12 +102,12 @@ class HFBackend:
     @property
     def num_layers(self) -> int:
         """Decoder layers of the model."""
-        return layer_count(self._config)
+        return layer_count(self.config)
 
     @property
     def vocabulary_size(self) -> int:
         """Token ids are below this."""
-        return int(self._config.get_text_config().vocab_size)
+        return int(self.config.get_text_config().vocab_size)
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -115,7 +117,7 @@ class HFBackend:
     @functools.cached_property
     def _contract(self) -> ModelContract:
         """What the model's tensors mean, from one probe forward."""
-        model = self._model
+        model = self.model
         anatomy = find_anatomy(model, self.num_layers, model.get_input_embeddings())
         tokens = torch.arange(_PROBE_TOKENS, device=self._device)[None] % self.vocabulary_size
         with torch.inference_mode():
@@ -140,9 +142,9 @@ class HFBackend:
         See `Backend.capture`. A teacher-forced request runs as one forward pass; the others run
         through `generate`, and their rows are taken while it generates.
         """
-        model = self._model
+        model = self.model
         check_requests(requests, [max_new_tokens] * len(requests))
-        require_vocabulary(self._model_name, self._config, requests)
+        require_vocabulary(self._model_name, self.config, requests)
         plan = make_plan(sites, select, self.num_layers)
         store = RowStore(plan.sites, plan.selectors)
         done: dict[int, Request] = {}
@@ -159,7 +161,7 @@ class HFBackend:
 
     def _taps(self, plan: Plan) -> dict[Site, Source]:
         taps = plan_taps(plan.sites, self._contract)
-        require_all(plan.sites, {*taps, LOGITS}, type(self._model).__name__)
+        require_all(plan.sites, {*taps, LOGITS}, type(self.model).__name__)
         return taps
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
@@ -177,9 +179,9 @@ class HFBackend:
             "dtype": self._dtype,
             "select": plan.select,
             "engine": {
-                "architecture": type(self._model).__name__,
-                "attention_implementation": str(self._model.config._attn_implementation),
-                "sliding_window": getattr(self._config.get_text_config(), "sliding_window", None),
+                "architecture": type(self.model).__name__,
+                "attention_implementation": str(self.model.config._attn_implementation),
+                "sliding_window": getattr(self.config.get_text_config(), "sliding_window", None),
             },
             "environment": self._environment,
         }

@@ -123,47 +123,49 @@ def unpack(data: bytes | bytearray | memoryview) -> RowBatch:
     return RowBatch(names, Columns(**columns), values, accounts)
 
 
-def merge(batches: Iterable[RowBatch]) -> RowBatch:
+def merge(batches: Iterable[RowBatch], names: Mapping[str, str] | None = None) -> RowBatch:
     """One batch of the rows of several workers that ran the same steps, in any order.
 
     Pipeline stages bring different sites of the same rows. Tensor-parallel ranks bring the same
     sites: they are compared bit for bit and one copy is kept. Rows come ordered by request, as in
     the batches' tables of requests (or by key, where these differ), and position; their times are
     those of the latest copy. A worker that taps nothing is left out. Raises CaptureError that
-    names the request and position where workers disagree.
+    names the request and position where workers disagree, a request by `names[key]` if that is
+    there, and else by its key.
     """
-    batches = list(batches)
-    accounts = _merged_accounts(batches)
+    batches, names = list(batches), names or {}
+    accounts = _merged_accounts(batches, names)
     tables = {batch.request for batch in batches}
     keys = tables.pop() if len(tables) == 1 else tuple(sorted(accounts))
     mine = tuple(accounts[key] for key in keys)
-    parts = [_arranged(batch, keys) for batch in batches if batch.values]
+    shown = [names.get(key, key) for key in keys]
+    parts = [_arranged(batch, keys, shown) for batch in batches if batch.values]
     if not parts:
         empty = np.zeros(0, np.int64)
         return RowBatch(keys, Columns(*[empty] * len(COLUMN_NAMES)), {}, mine)
     columns = parts[0][0]
     values: dict[Site, torch.Tensor] = {}
     for part_columns, part_values in parts:
-        _check_same_rows(keys, columns, part_columns)
+        _check_same_rows(shown, columns, part_columns)
         columns = replace(
             columns,
             monotonic_ns=np.maximum(columns.monotonic_ns, part_columns.monotonic_ns),
             unix_ns=np.maximum(columns.unix_ns, part_columns.unix_ns),
         )
         for site, tensor in part_values.items():
-            _check_same_values(site, values.setdefault(site, tensor), tensor, keys, columns)
+            _check_same_values(site, values.setdefault(site, tensor), tensor, shown, columns)
     return RowBatch(keys, columns, {site: values[site] for site in sorted(values)}, mine)
 
 
-def _merged_accounts(batches: Sequence[RowBatch]) -> dict[str, Account]:
+def _merged_accounts(batches: Sequence[RowBatch], names: Mapping[str, str]) -> dict[str, Account]:
     """Every request's account, on which all workers must agree: they ran the same steps."""
     accounts: dict[str, Account] = {}
     for batch in batches:
         for key, account in zip(batch.request, batch.accounts, strict=True):
             if accounts.setdefault(key, account) != account:
                 raise CaptureError(
-                    f"request {key!r}: workers saw different steps of it, {accounts[key]} and "
-                    f"{account}"
+                    f"request {names.get(key, key)!r}: workers saw different steps of it, "
+                    f"{accounts[key]} and {account}"
                 )
     return accounts
 
@@ -263,8 +265,13 @@ def _tensor(
     return flat.reshape(rows, width)
 
 
-def _arranged(batch: RowBatch, keys: Sequence[str]) -> tuple[Columns, Mapping[Site, torch.Tensor]]:
-    """The rows with `keys` for their request table, ordered by request and position."""
+def _arranged(
+    batch: RowBatch, keys: Sequence[str], shown: Sequence[str]
+) -> tuple[Columns, Mapping[Site, torch.Tensor]]:
+    """The rows with `keys` for their request table, ordered by request and position.
+
+    `shown` are these requests' names in errors, here and below.
+    """
     index_of = {key: index for index, key in enumerate(keys)}
     new_index = np.array([index_of[key] for key in batch.request], np.int64)
     columns = replace(batch.columns, request=new_index[batch.columns.request])
@@ -274,15 +281,15 @@ def _arranged(batch: RowBatch, keys: Sequence[str]) -> tuple[Columns, Mapping[Si
         values = {site: tensor[torch.from_numpy(order)] for site, tensor in values.items()}
     twice = (np.diff(columns.request) == 0) & (np.diff(columns.position) == 0)
     if twice.any():
-        raise CaptureError(f"{_row(keys, columns, int(twice.argmax()))}: a worker has it twice")
+        raise CaptureError(f"{_row(shown, columns, int(twice.argmax()))}: a worker has it twice")
     return columns, values
 
 
-def _row(keys: Sequence[str], columns: Columns, index: int) -> str:
-    return f"request {keys[columns.request[index]]!r}, position {columns.position[index]}"
+def _row(shown: Sequence[str], columns: Columns, index: int) -> str:
+    return f"request {shown[columns.request[index]]!r}, position {columns.position[index]}"
 
 
-def _check_same_rows(keys: Sequence[str], one: Columns, other: Columns) -> None:
+def _check_same_rows(shown: Sequence[str], one: Columns, other: Columns) -> None:
     """Raise CaptureError unless both have the same rows, taken in the same steps."""
     same = np.array_equal(one.request, other.request) and np.array_equal(
         one.position, other.position
@@ -294,20 +301,20 @@ def _check_same_rows(keys: Sequence[str], one: Columns, other: Columns) -> None:
         lonely = sorted(pairs[0] ^ pairs[1])
         request, position = lonely[0]
         raise CaptureError(
-            f"request {keys[request]!r}, position {position}: one worker has the row and another "
+            f"request {shown[request]!r}, position {position}: one worker has the row and another "
             f"hasn't ({len(lonely)} such rows)"
         )
     differs = one.step != other.step
     if differs.any():
         index = int(differs.argmax())
         raise CaptureError(
-            f"{_row(keys, one, index)}: workers took the row in different steps, "
+            f"{_row(shown, one, index)}: workers took the row in different steps, "
             f"{one.step[index]} and {other.step[index]}"
         )
 
 
 def _check_same_values(
-    site: Site, one: torch.Tensor, other: torch.Tensor, keys: Sequence[str], columns: Columns
+    site: Site, one: torch.Tensor, other: torch.Tensor, shown: Sequence[str], columns: Columns
 ) -> None:
     """Raise CaptureError unless both ranks' copies of a site are the same, bit for bit."""
     if one is other:
@@ -320,7 +327,7 @@ def _check_same_values(
     rows = differs.any(dim=1).nonzero()
     if len(rows):
         raise CaptureError(
-            f"site {site}, {_row(keys, columns, int(rows[0]))}: tensor-parallel ranks hold "
+            f"site {site}, {_row(shown, columns, int(rows[0]))}: tensor-parallel ranks hold "
             f"different values ({len(rows)} of {len(one)} rows differ); the point is sharded or "
             "was taken before its all-reduce"
         )

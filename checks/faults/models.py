@@ -75,7 +75,7 @@ def wrong_position_offset(backend: HFBackend, capture: Capture) -> Capture:
         positions = kwargs["position_ids"]
         return args, kwargs | {"position_ids": positions + (positions >= start)}
 
-    handle = backend._model.register_forward_pre_hook(late, with_kwargs=True)
+    handle = backend.model.register_forward_pre_hook(late, with_kwargs=True)
     try:
         return _again(backend, capture, capture.requests)
     finally:
@@ -85,7 +85,7 @@ def wrong_position_offset(backend: HFBackend, capture: Capture) -> Capture:
 @_fault()
 def sliding_window_off(backend: HFBackend, capture: Capture) -> Capture:
     """Layers that attend to a sliding window attend to everything."""
-    config = backend._config.get_text_config()
+    config = backend.config.get_text_config()
     window = sliding_window(backend)
     if window is None:
         raise CaptureError(
@@ -93,13 +93,13 @@ def sliding_window_off(backend: HFBackend, capture: Capture) -> Capture:
         )
     if max(request.seen_length for request in capture.requests) <= window:
         raise lacks("sliding_window_off", f"a request of more tokens than the window, {window}")
-    with _setting(config, backend._model.config.get_text_config(), sliding_window=1 << 30):
+    with _setting(config, backend.model.config.get_text_config(), sliding_window=1 << 30):
         return _again(backend, capture, capture.requests)
 
 
 def sliding_window(backend: HFBackend) -> int | None:
     """The window of the model's sliding attention, in tokens; None when it has none."""
-    config = backend._config.get_text_config()
+    config = backend.config.get_text_config()
     used = getattr(config, "use_sliding_window", True)
     return (getattr(config, "sliding_window", None) or None) if used else None
 
@@ -110,7 +110,7 @@ def extra_start_token(backend: HFBackend, capture: Capture) -> Capture:
 
     The token is the model's own, or else the prompt's first.
     """
-    token = getattr(backend._config.get_text_config(), "bos_token_id", None)
+    token = getattr(backend.config.get_text_config(), "bos_token_id", None)
     if not isinstance(token, int) or token >= backend.vocabulary_size:
         token = None
     longer = [

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from tapcheck.checks.report.plots import (
@@ -22,6 +21,7 @@ from tapcheck.checks.report.plots import (
     swatch,
 )
 from tapcheck.compatibility.files import write_whole
+from tapcheck.compatibility.templates import templates
 
 MOST_SITE_LINES = 100
 
@@ -45,14 +45,7 @@ def write_html(path: str | Path, data: Mapping[str, Any]) -> None:
 def render_html(data: Mapping[str, Any]) -> str:
     """The page of a report's data. Raises ReportError where matplotlib is not installed."""
     require_plots()
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    environment = templates(Path(__file__).parent)
     environment.filters["number"] = number
     failing = [site for site in data["sites"] if not site["passed"]]
     page = environment.get_template("report.html").render(

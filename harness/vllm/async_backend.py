@@ -38,6 +38,7 @@ from tapcheck.vllm.engine import (
 from tapcheck.vllm.liveness import wake_those_waiting_when_it_dies
 from tapcheck.vllm.protocol import (
     decode,
+    drain_arguments,
     engine_errors,
     first_line,
     in_step,
@@ -201,13 +202,12 @@ class AsyncVLLMBackend:
                 self._idle.set()
 
     async def _drain(self, runs: Mapping[str, Request]) -> RowBatch:
-        lengths = {owner: run.seen_length for owner, run in runs.items()}
         async with self._drains:
-            replies = await self._call("tapcheck_drain_packed", json.dumps(lengths))
+            replies = await self._call("tapcheck_drain_packed", drain_arguments(runs))
             try:
-                return received(replies, self._receiver)
+                return received(replies, self._receiver, runs)
             except HandoverError:  # other processes, but not of this machine
-                return received(await self._call("tapcheck_resend"), self._receiver)
+                return received(await self._call("tapcheck_resend"), self._receiver, runs)
 
     async def _discard(self, owners: list[str]) -> None:
         with contextlib.suppress(EngineError):  # what led here is what the caller must see

@@ -20,7 +20,7 @@ from tapcheck.runs import Plan, check_requests, make_plan, owner_keys
 from tapcheck.selectors import parse_selectors
 from tapcheck.sites import Site
 from tapcheck.taps import require_all
-from tapcheck.transport import RowBatch, merge
+from tapcheck.transport import RowBatch
 from tapcheck.vllm.engine import (
     Graph,
     capture_metadata,
@@ -33,8 +33,10 @@ from tapcheck.vllm.engine import (
 from tapcheck.vllm.liveness import wake_those_waiting_when_it_dies
 from tapcheck.vllm.protocol import (
     decode,
+    drain_arguments,
     first_line,
     in_step,
+    merged,
     received,
     sites_of_all,
     unreachable,
@@ -263,22 +265,23 @@ class VLLMBackend:
         for reply in self._call("tapcheck_uninstall"):
             decode(reply)
 
-    def _drain(self, lengths: Mapping[str, int]) -> RowBatch:
+    def _drain(self, runs: Mapping[str, Request]) -> RowBatch:
         try:
-            return self._drained(json.dumps(lengths))
+            return self._drained(runs)
         except BaseException:
             self._installed = None  # the taps may have failed: the next capture taps anew
             raise
 
-    def _drained(self, owners: str) -> RowBatch:
+    def _drained(self, runs: Mapping[str, Request]) -> RowBatch:
+        owners = drain_arguments(runs)
         if self._by_reference:
             (reply,) = self._call("tapcheck_drain", owners)
-            return merge([decode(reply) if isinstance(reply, str) else reply])
+            return merged([decode(reply) if isinstance(reply, str) else reply], runs)
         replies = self._call("tapcheck_drain_packed", owners)
         try:
-            return received(replies, self._receiver)
+            return received(replies, self._receiver, runs)
         except HandoverError:  # other processes, but not of this machine
-            return received(self._call("tapcheck_resend"), self._receiver)
+            return received(self._call("tapcheck_resend"), self._receiver, runs)
 
     def _discard(self, owners: list[str]) -> None:
         for reply in self._call("tapcheck_discard", json.dumps(owners)):

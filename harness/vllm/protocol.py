@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tapcheck import errors
 from tapcheck.errors import EngineError, TapcheckError
 from tapcheck.handover import Receiver
+from tapcheck.request import Request
 from tapcheck.sites import Site, parse_sites
 from tapcheck.transport import RowBatch, merge, unpack
 
@@ -83,13 +84,25 @@ def sites_of_all(replies: Sequence[str], num_layers: int) -> tuple[Site, ...]:
     return parse_sites(names, num_layers) if names else ()
 
 
-def received(replies: Sequence[bytes | str], receiver: Receiver) -> RowBatch:
+def drain_arguments(runs: Mapping[str, Request]) -> str:
+    """What a worker needs to drain these owners, as JSON."""
+    return json.dumps({owner: request.seen_length for owner, request in runs.items()})
+
+
+def merged(batches: Iterable[RowBatch], runs: Mapping[str, Request]) -> RowBatch:
+    """One batch of what the workers drained; an error names a request by the caller's id."""
+    return merge(batches, {owner: request.id for owner, request in runs.items()})
+
+
+def received(
+    replies: Sequence[bytes | str], receiver: Receiver, runs: Mapping[str, Request]
+) -> RowBatch:
     """The rows of one drain of workers in other processes; raises what a worker replied instead.
 
     Raises HandoverError, and takes none, when a worker's memory is out of reach.
     """
     sent = [decode(reply) if isinstance(reply, str) else reply for reply in replies]
-    return merge([unpack(drain) for drain in receiver.receive(sent)])
+    return merged([unpack(drain) for drain in receiver.receive(sent)], runs)
 
 
 def unreachable(error: Exception) -> str:

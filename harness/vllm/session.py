@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 Check = Callable[[Sequence[Request], Sequence[int]], None]
-Drain = Callable[[Mapping[str, int]], RowBatch]
+Drain = Callable[[Mapping[str, Request]], RowBatch]
 Discard = Callable[[list[str]], None]
 
 
@@ -161,7 +161,7 @@ class Session:
         runs = {owner: self._ended.pop(owner) for owner in sorted(self._ended, key=_joined)}
         if not runs:
             raise CaptureError("no request has ended since the last collect: step the engine first")
-        batch = self._drain({owner: run.seen_length for owner, run in runs.items()})
+        batch = self._drain(runs)
         return assemble(
             runs, self._plan, batch, self._metadata, allow_cached=self._read_prefix_cache
         )

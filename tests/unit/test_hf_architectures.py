@@ -134,7 +134,7 @@ def test_the_residual_stream_is_transformers_own(backend: HFBackend, capture: Ca
     for request in capture.requests:
         tokens = torch.tensor([request.token_ids[: request.seen_length]])
         with torch.no_grad():
-            output = backend._model(input_ids=tokens, output_hidden_states=True, use_cache=False)
+            output = backend.model(input_ids=tokens, output_hidden_states=True, use_cache=False)
         part = capture.select(requests=[request.id])
         assert distance(part["resid_pre.0"].values, output.hidden_states[0][0]) < 1e-5
         for layer in range(LAYERS - 1):
@@ -173,7 +173,7 @@ def plan(backend: HFBackend) -> dict[Site, tuple[str, str, int]]:
     from tapcheck.runs import make_plan
 
     names: Callable[[torch.nn.Module], str] = {
-        id(module): name for name, module in backend._model.named_modules()
+        id(module): name for name, module in backend.model.named_modules()
     }.__getitem__  # type: ignore[assignment]
     taps = backend._taps(make_plan(backend.sites, ["all"], LAYERS))
     return {site: (names(id(s.module)), s.at, s.terms) for site, s in taps.items()}  # type: ignore[arg-type]

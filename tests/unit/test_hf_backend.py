@@ -116,7 +116,7 @@ def test_padding_is_never_captured(backend: HFBackend, generated: Capture) -> No
 
 def test_every_position_has_its_own_token_in_the_embedding(llama: HFBackend) -> None:
     capture = llama.capture(REQUESTS, ["embed"], max_new_tokens=4)
-    table = llama._model.get_input_embeddings().weight
+    table = llama.model.get_input_embeddings().weight
     for request in capture.requests:
         tokens = torch.tensor(request.token_ids[: request.seen_length])
         assert torch.equal(rows_of(capture, request.id, "embed"), table[tokens])
@@ -169,7 +169,7 @@ def test_rows_are_those_of_transformers_own_hidden_states(
     for request in generated.requests:
         tokens = torch.tensor([request.token_ids[: request.seen_length]])
         with torch.no_grad():
-            output = backend._model(input_ids=tokens, output_hidden_states=True, use_cache=False)
+            output = backend.model(input_ids=tokens, output_hidden_states=True, use_cache=False)
         assert len(output.hidden_states) == LAYERS + 1
         for layer in range(LAYERS - 1):
             rows = rows_of(generated, request.id, f"resid_post.{layer}")
@@ -184,7 +184,7 @@ def test_rows_are_those_of_transformers_own_hidden_states(
 def test_rows_are_those_of_hooks_registered_by_hand(llama: HFBackend) -> None:
     request = Request("a", PROMPTS[0], (1, 2, 3))
     capture = llama.capture([request], llama.sites)
-    decoder = llama._model.model
+    decoder = llama.model.model
     seen: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Callable[[Any, Any, Any], None]:
@@ -197,7 +197,7 @@ def test_rows_are_those_of_hooks_registered_by_hand(llama: HFBackend) -> None:
     handles = [
         decoder.embed_tokens.register_forward_hook(keep("embed")),
         decoder.norm.register_forward_hook(keep("final_norm")),
-        llama._model.lm_head.register_forward_hook(keep("logits")),
+        llama.model.lm_head.register_forward_hook(keep("logits")),
     ]
     for i, layer in enumerate(decoder.layers):
         handles += [
@@ -213,7 +213,7 @@ def test_rows_are_those_of_hooks_registered_by_hand(llama: HFBackend) -> None:
         ]
     try:
         with torch.no_grad():
-            llama._model(input_ids=torch.tensor([[*PROMPTS[0], 1, 2]]), use_cache=False)
+            llama.model(input_ids=torch.tensor([[*PROMPTS[0], 1, 2]]), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -269,7 +269,7 @@ def test_the_checkpoint_s_own_generation_config_changes_nothing(
 
 def test_generation_goes_on_past_the_end_of_sequence_token(opinionated: Path) -> None:
     with HFBackend(opinionated) as backend:
-        ends = backend._config.eos_token_id
+        ends = backend.config.eos_token_id
         capture = backend.capture(REQUESTS, ["embed"], max_new_tokens=6)
     for request in capture.requests:
         assert request.generated_token_ids[0] in ends
@@ -427,7 +427,7 @@ def test_an_error_leaves_no_hook_behind(llama: HFBackend) -> None:
         llama.capture(REQUESTS, llama.sites, ["generated[3]"], max_new_tokens=4)
     assert not [
         module
-        for module in llama._model.modules()
+        for module in llama.model.modules()
         if module._forward_hooks or module._forward_pre_hooks
     ]
 
@@ -471,7 +471,7 @@ def test_a_soft_cap_on_attention_scores_is_not_dropped(model_zoo: Zoo) -> None:
 def test_a_model_whose_forward_names_no_position_ids_is_given_them(llama: HFBackend) -> None:
     """Without them the padding of a batch would count as positions."""
     expected = llama.capture([*REQUESTS], ["resid_post.3"], max_new_tokens=3)
-    model = llama._model
+    model = llama.model
     named = model.forward
 
     def forward(input_ids: Any = None, attention_mask: Any = None, **others: Any) -> Any:

@@ -306,11 +306,11 @@ def test_without_a_final_norm_there_is_one_meaning(tmp_path: Path) -> None:
 def test_an_attention_that_leaves_out_the_soft_cap_fails(model_zoo: Zoo) -> None:
     with HFBackend(model_zoo("gemma2")) as gemma2:
         try:
-            gemma2._model.set_attn_implementation("sdpa")
+            gemma2.model.set_attn_implementation("sdpa")
         except ValueError as refused:
             pytest.skip(f"this Transformers has no such attention for gemma2: {refused}")
         assert "failing_sites" in failing(attention_is_the_model_s_own(gemma2, REQUESTS))
-        gemma2._model.set_attn_implementation("eager")
+        gemma2.model.set_attn_implementation("eager")
         passing(attention_is_the_model_s_own(gemma2, REQUESTS))
 
 
@@ -319,7 +319,7 @@ def test_an_attention_that_leaves_out_the_soft_cap_fails(model_zoo: Zoo) -> None
 
 def test_a_model_in_another_dtype_fails(model_zoo: Zoo) -> None:
     with HFBackend(model_zoo("llama")) as backend:
-        backend._model.to(torch.bfloat16)
+        backend.model.to(torch.bfloat16)
         result = dtype_is_as_requested(backend, REQUESTS)
     assert failing(result) == {"sites_in_another_dtype", "nearness"}
     assert result.reason.startswith("resid_post.0 is bfloat16, and float32 was asked for")
@@ -332,7 +332,7 @@ def test_a_model_in_another_dtype_fails_though_its_rows_are_widened(
         lambda rows: {s: SiteRows(found.columns, found.values.float()) for s, found in rows.items()}
     )
     with HFBackend(model_zoo("llama")) as backend:
-        backend._model.to(torch.bfloat16)
+        backend.model.to(torch.bfloat16)
         result = dtype_is_as_requested(backend, REQUESTS)
     assert failing(result) == {"nearness"}
 
@@ -347,7 +347,7 @@ def test_rows_that_were_narrowed_fail(model_zoo: Zoo, altering: Alter) -> None:
 
 def test_weights_that_were_rounded_on_the_way_fail(model_zoo: Zoo) -> None:
     with HFBackend(model_zoo("llama")) as backend:
-        backend._model.to(torch.bfloat16).to(torch.float32)
+        backend.model.to(torch.bfloat16).to(torch.float32)
         assert failing(dtype_is_as_requested(backend, REQUESTS)) == {"nearness"}
 
 

@@ -300,6 +300,15 @@ def test_a_row_that_a_worker_has_twice_is_an_error() -> None:
         merge([rank((1, 1), (1, 1))])
 
 
+def test_an_error_names_a_request_by_the_name_that_it_is_given() -> None:
+    twice, alone = rank((1, 1), (1, 1)), rank((1, 1))
+    names = {key: f"asked for as {key}" for key in twice.request}
+    with pytest.raises(CaptureError, match=rf"request 'asked for as {twice.request[1]}', position"):
+        merge([twice], names)
+    with pytest.raises(CaptureError, match=r"request 'asked for as .', position 0: one worker has"):
+        merge([alone, rank((0, 0))], names)
+
+
 def test_workers_that_took_a_row_in_different_steps_are_an_error() -> None:
     other = replace(rank((0, 0), site=PRE), columns=columns((0, 0), step=1))
     with pytest.raises(CaptureError, match=r"request 'a', position 0: .* different steps, 0 and 1"):
