@@ -102,7 +102,7 @@ def stream_tensors(values: Any) -> Tensors:
     """
     if isinstance(values, torch.Tensor):
         return (values,)
-    if not isinstance(values, tuple | list):
+    if not isinstance(values, (tuple, list)):
         return ()
     first = None
     for value in values:

@@ -5,6 +5,7 @@ Engine-free: it is told a step layout, is handed tensors, and answers drains.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from bisect import bisect_left
@@ -23,7 +24,7 @@ from tapcheck.sites import Site
 from tapcheck.transport import RowBatch
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Chunk:
     """The selected rows of one step: `values[site]` has shape [rows, width].
 
@@ -63,7 +64,7 @@ class _Owner:
         self.held: list[_Held] = []
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Run:
     """Passes that decode the same requests, each one position further than the last.
 
@@ -210,18 +211,18 @@ class RowStore:
 
         The copy is taken now: fused kernels overwrite these tensors later in the same forward.
         """
-        if self._chunk is None:
+        chunk, selection = self._chunk, self._selection
+        if chunk is None:
             return
-        selection = self._selection
         if selection is not None:
             terms = [self.selected(term) for term in terms]
-        rows = terms[0]
-        if len(terms) > 1:
-            for term in terms[1:]:
-                rows = rows + term
-        elif not isinstance(selection, torch.Tensor):
-            rows = rows.clone()  # a view of what will change; an index or a sum is a copy already
-        self.put_selected(site, rows)
+        if len(terms) == 2:
+            rows = terms[0] + terms[1]
+        elif isinstance(selection, torch.Tensor) or len(terms) > 2:
+            rows = functools.reduce(torch.add, terms)
+        else:
+            rows = terms[0].clone()  # a view of what will change; an index or a sum is a copy
+        self._keep(chunk, site, rows)
 
     def selected(self, tensor: torch.Tensor) -> torch.Tensor:
         """The selected rows of `tensor`, [total rows, width]: a view where they are adjoining."""
@@ -233,9 +234,10 @@ class RowStore:
 
     def put_selected(self, site: Site, rows: torch.Tensor) -> None:
         """Keep `rows`, [selected rows, width], which nobody else writes to."""
-        chunk = self._chunk
-        if chunk is None:
-            return
+        if self._chunk is not None:
+            self._keep(self._chunk, site, rows)
+
+    def _keep(self, chunk: _Chunk, site: Site, rows: torch.Tensor) -> None:
         if not rows.is_cpu:
             pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
             rows = pinned.copy_(rows, non_blocking=True)
@@ -284,6 +286,7 @@ class RowStore:
         at: list[int] = []
         row: list[int] = []
         position: list[int] = []
+        last: tuple[Sequence[_Chunk], list[int]] = ((), [])  # requests of one run share its chunks
         for key, seen in seen_lengths.items():
             owner = self._end(key)
             accounts.append(owner.progress.close(seen))
@@ -297,7 +300,9 @@ class RowStore:
                     at += [chunks.setdefault(held[0], len(chunks))] * rows
                     row += range(first, first + rows)
                 else:
-                    at += [chunks.setdefault(chunk, len(chunks)) for chunk in held[:rows]]
+                    if held is not last[0] or len(last[1]) < rows:
+                        last = held, [chunks.setdefault(c, len(chunks)) for c in held[:rows]]
+                    at += last[1][:rows]
                     row += [first] * rows
                 position += positions
             counts.append(len(position) - before)

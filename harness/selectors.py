@@ -22,7 +22,6 @@ import operator
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, get_args
 
 from tapcheck.errors import SelectorError
@@ -174,8 +173,7 @@ def resolve(selectors: Iterable[Selector], request: Request) -> list[int]:
     return sorted(positions)
 
 
-@lru_cache(maxsize=1024)
-def reaches(selectors: tuple[Selector, ...], prompt_length: int) -> tuple[range, ...]:
+def reaches(selectors: Iterable[Selector], prompt_length: int) -> tuple[range, ...]:
     """The positions that each selector may select, at one final length or another.
 
     Rows at these positions are kept until the request ends and `resolve` decides. Where the end is

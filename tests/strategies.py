@@ -113,4 +113,4 @@ def candidates(
     chosen: Iterable[Selector], start: int, count: int, prompt_length: int
 ) -> Sequence[int]:
     """Which of the `count` positions from `start` on a row store keeps under these selectors."""
-    return within(reaches(tuple(chosen), prompt_length), start, count)
+    return within(reaches(chosen, prompt_length), start, count)

@@ -36,7 +36,6 @@ from tapcheck.vllm.protocol import (
     drain_arguments,
     first_line,
     in_step,
-    merged,
     received,
     sites_of_all,
     unreachable,
@@ -276,7 +275,8 @@ class VLLMBackend:
         owners = drain_arguments(runs)
         if self._by_reference:
             (reply,) = self._call("tapcheck_drain", owners)
-            return merged([decode(reply) if isinstance(reply, str) else reply], runs)
+            batch: RowBatch = decode(reply) if isinstance(reply, str) else reply
+            return batch
         replies = self._call("tapcheck_drain_packed", owners)
         try:
             return received(replies, self._receiver, runs)

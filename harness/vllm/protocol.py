@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tapcheck import errors
@@ -89,11 +89,6 @@ def drain_arguments(runs: Mapping[str, Request]) -> str:
     return json.dumps({owner: request.seen_length for owner, request in runs.items()})
 
 
-def merged(batches: Iterable[RowBatch], runs: Mapping[str, Request]) -> RowBatch:
-    """One batch of what the workers drained; an error names a request by the caller's id."""
-    return merge(batches, {owner: request.id for owner, request in runs.items()})
-
-
 def received(
     replies: Sequence[bytes | str], receiver: Receiver, runs: Mapping[str, Request]
 ) -> RowBatch:
@@ -102,7 +97,8 @@ def received(
     Raises HandoverError, and takes none, when a worker's memory is out of reach.
     """
     sent = [decode(reply) if isinstance(reply, str) else reply for reply in replies]
-    return merged([unpack(drain) for drain in receiver.receive(sent)], runs)
+    names = {owner: request.id for owner, request in runs.items()}
+    return merge([unpack(drain) for drain in receiver.receive(sent)], names)
 
 
 def unreachable(error: Exception) -> str:
