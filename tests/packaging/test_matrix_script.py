@@ -161,6 +161,12 @@ def test_what_is_recorded_is_run_again_when_asked_to(checkout: Checkout) -> None
     assert checkout.calls()[1] == checkout.check("0.32.0", "float32")
 
 
+def test_named_models_are_judged_in_place_of_the_default_ones(checkout: Checkout) -> None:
+    checkout.matrix("--versions", "0.32.0", "--dtypes", "float32", "--models", "tiny-llama,a b")
+    check = checkout.check("0.32.0", "float32", "--unless-recorded")
+    assert checkout.calls()[1] == check.replace(" --device", " tiny-llama a b --device")
+
+
 def test_rows_that_go_elsewhere_leave_the_page_alone(checkout: Checkout) -> None:
     checkout.matrix("--versions", "0.32.0", "--dtypes", "float32", "--rows", "/elsewhere")
     assert checkout.calls() == [
