@@ -47,7 +47,7 @@ def comparison_result(
 ) -> CheckResult:
     """The result of a check that passes when a comparison does, and `conditions` hold too.
 
-    `note` is added to the reason.
+    The reason has the likeliest diagnosis and the `note`, where there is one.
     """
     limits = [site.rtol for site in comparison.sites if site.rtol is not None]
     tolerance = (
@@ -56,9 +56,10 @@ def comparison_result(
         else Condition("worst_ratio", "<=", 1)
     )
     first = comparison.first_divergence or next(iter(comparison.ledger.entries), None)
+    likeliest = [found.claim for found in comparison.diagnoses[:1]]
     return completed(
         judge,
-        "; ".join(filter(None, (explain(comparison).splitlines()[0], note))),
+        "; ".join([explain(comparison).splitlines()[0], *likeliest, *filter(None, [note])]),
         {
             "rows_due": comparison.rows_due,
             "rows_compared": comparison.rows_compared,

@@ -37,3 +37,18 @@ class CaptureError(TapcheckError, RuntimeError):
 
 class CaptureFileError(TapcheckError, ValueError):
     """A capture file that is damaged, truncated or not a capture at all."""
+
+
+def first_line(error: Exception) -> str:
+    """Another library's message, cut to one line (two, when a colon ends it), or else its class.
+
+    Without a full stop. Of settings that pydantic refuses, what is wrong with each: its first line
+    only counts them.
+    """
+    wrong = getattr(error, "errors", None)
+    if type(error).__name__ == "ValidationError" and callable(wrong):
+        return "; ".join(str(one["msg"]).rstrip(".") for one in wrong())
+    first, _, rest = str(error).strip().partition("\n")
+    if first.endswith(":"):
+        first = f"{first} {rest.strip().partition(chr(10))[0]}".strip()
+    return first.rstrip(".") or type(error).__name__

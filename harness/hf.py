@@ -20,10 +20,9 @@ from tapcheck.anatomy import find_anatomy
 from tapcheck.capture import Capture
 from tapcheck.compatibility.environment import collect_environment
 from tapcheck.contract import ModelContract, Source, Tensors, observe, solve
-from tapcheck.errors import CaptureError, EngineError, ModelError
+from tapcheck.errors import CaptureError, EngineError, ModelError, first_line
 from tapcheck.layout import Segment, StepLayout
 from tapcheck.models import (
-    first_line,
     layer_count,
     load_config,
     require_dtype,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tapcheck.errors import ModelError
+from tapcheck.errors import ModelError, first_line
 from tapcheck.request import Request
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -47,14 +47,6 @@ def _require_on_hub(name: str) -> None:
             f"model {name!r} is no folder here, and the Hugging Face hub did not give it: "
             f"{first_line(error)}"
         ) from None
-
-
-def first_line(error: Exception) -> str:
-    """An error's message, cut to one line (two, when a colon ends it); its class without one."""
-    first, _, rest = str(error).strip().partition("\n")
-    if first.endswith(":"):
-        first = f"{first} {rest.strip().partition(chr(10))[0]}".strip()
-    return first or type(error).__name__
 
 
 def require_tappable(model: str | Path) -> None:

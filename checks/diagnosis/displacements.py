@@ -208,11 +208,42 @@ def _other_request(
     request: IntArray,
     position: IntArray,
 ) -> Iterator[Hypothesis]:
-    """For each request, the one whose rows at the same positions are nearest."""
-    beside = (position[None] == sample.position[:, None]) & (
-        request[None] != sample.request[:, None]
-    )
-    there = np.where(beside, distances, np.inf)
+    """For each request, the one whose rows at the same positions are nearest.
+
+    Or, as slots of a batch that are exchanged give them, in the same places of the same steps.
+    """
+    alike = position[None] == sample.position[:, None]
+    yield from _held_by_others(case, sample, distances, request, position, alike)
+    step = case.steps(sample.site, request, position)
+    place = _place_in_step(request, position, step)
+    own = case.truth.rows_of(sample.site, sample.request, sample.position)
+    in_turn = (step[None] == step[own, None]) & (place[None] == place[own, None])
+    yield from _held_by_others(case, sample, distances, request, position, in_turn & ~alike)
+
+
+def _place_in_step(request: IntArray, position: IntArray, step: IntArray) -> IntArray:
+    """Which of its request's rows in its step each row is, from 0."""
+    order = np.lexsort((position, step, request))
+    begins = np.diff(request[order], prepend=-1) | np.diff(step[order], prepend=-2)
+    counted = np.arange(len(order))
+    place = np.empty_like(position)
+    place[order] = counted - np.maximum.accumulate(np.where(begins != 0, counted, 0))
+    return place
+
+
+def _held_by_others(
+    case: Case,
+    sample: Sample,
+    distances: FloatArray,
+    request: IntArray,
+    position: IntArray,
+    beside: BoolArray,
+) -> Iterator[Hypothesis]:
+    """For each request, the other one of whose rows those `beside` the sample's are nearest.
+
+    beside: [sample, healthy rows], at most one row of each request for each of the sample.
+    """
+    there = np.where(beside & (request[None] != sample.request[:, None]), distances, np.inf)
     nearest = np.where(np.isfinite(there.min(axis=1)), request[there.argmin(axis=1)], -1)
     owner: dict[int, int] = {}
     for number in np.unique(sample.request).tolist():
@@ -226,14 +257,17 @@ def _other_request(
     ids = [request.id for request in case.expected.requests]
     named = f"{ids[mine]!r} holds those of {ids[theirs]!r}"
     holders = np.array([owner.get(int(number), -1) for number in sample.request], np.int64)
-    predict = _predict(sample, holders, sample.position, moved=holders >= 0)
+    held = beside & (request[None] == holders[:, None])
+    places = position[held.argmax(axis=1)]
+    predict = _predict(sample, holders, places, moved=held.any(axis=1))
+    elsewhere = "" if (places == sample.position).all() else " of the same forward pass"
     if both_ways:
-        claim = f"the rows equal the expected rows of other requests: {named}, and back"
+        claim = f"the rows equal the expected rows of other requests{elsewhere}: {named}, and back"
         yield Hypothesis("swapped_requests", claim, _OWNERSHIP, predict)
         return
     claim = (
-        f"the rows equal the expected rows of other requests: {named}, whose own rows are not "
-        "its in turn"
+        f"the rows equal the expected rows of other requests{elsewhere}: {named}, whose own rows "
+        "are not its in turn"
     )
     way_out = "look for a buffer that keeps the rows of a request before, and " + _OWNERSHIP[8:]
     yield Hypothesis("stale_request", claim, way_out, predict)

@@ -81,6 +81,11 @@ class Lookup:
         values = self.capture.rows[site].values[torch.from_numpy(order[place])]
         return Rows(widened(values), torch.from_numpy(keys[place] == wanted))
 
+    def rows_of(self, site: Site, request: IntArray, position: IntArray) -> IntArray:
+        """Which of a site's rows each (request[i], position[i]) is; it must have them all."""
+        keys, order = self.indexed(site)
+        return order[np.searchsorted(keys, self.book.keys_of(request, position))]
+
     def owners(self, site: Site) -> tuple[IntArray, IntArray]:
         """The request number and position of each of a site's rows, in their order."""
         columns = self.capture.rows[site].columns
@@ -237,8 +242,7 @@ class Case:
         relative_error: FloatArray,
         allowed: FloatArray,
     ) -> Sample:
-        keys, order = self.delivered.indexed(summary.site)
-        row = order[np.searchsorted(keys, self.delivered.book.keys_of(request, position))]
+        row = self.delivered.rows_of(summary.site, request, position)
         delivered = self.actual.rows[summary.site]
         given = delivered.values[torch.from_numpy(row)]
         return Sample(

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tapcheck.capture import Capture
-from tapcheck.errors import EngineError
+from tapcheck.errors import EngineError, first_line
 from tapcheck.handover import HandoverError, Receiver
 from tapcheck.models import layer_count, load_config, require_vocabulary
 from tapcheck.request import Request
@@ -40,7 +40,6 @@ from tapcheck.vllm.protocol import (
     decode,
     drain_arguments,
     engine_errors,
-    first_line,
     in_step,
     received,
     sites_of_all,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tapcheck import errors
-from tapcheck.errors import EngineError, TapcheckError
+from tapcheck.errors import EngineError, TapcheckError, first_line
 from tapcheck.handover import Receiver
 from tapcheck.request import Request
 from tapcheck.sites import Site, parse_sites
@@ -58,12 +58,6 @@ def in_step(method: str, call: int, replies: Sequence[Any]) -> list[Any]:
                 "reply would be off by one: close this engine and start another"
             )
     return [reply[1] for reply in replies]
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message without its full stop, or else its class name."""
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
 
 
 @contextlib.contextmanager

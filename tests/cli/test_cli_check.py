@@ -142,10 +142,8 @@ def test_a_tiny_model_is_built_here_by_its_name_and_judged_more_strictly(
 ) -> None:
     seen = jobs()
     assert cli("check", "tiny-llama", "tiny-qwen2").code == 0
-    assert {(job.model, job.rtol) for job in seen} == {
-        ("tiny-llama", TINY_RTOL),
-        ("tiny-qwen2", TINY_RTOL),
-    }
+    engines = [(job.model, job.rtol) for job in seen if job.topology is not None]
+    assert set(engines) == {("tiny-llama", TINY_RTOL), ("tiny-qwen2", TINY_RTOL)}
     assert Path(seen[0].path).is_dir()
 
 
@@ -155,7 +153,8 @@ def test_a_folder_of_a_tiny_model_s_name_is_that_folder(
     seen = jobs()
     shutil.copytree(llama, "tiny-gpt2")
     assert cli("check", "tiny-gpt2").code == 0
-    assert {(job.path, job.rtol) for job in seen} == {("tiny-gpt2", None)}
+    engines = [(job.path, job.rtol) for job in seen if job.topology is not None]
+    assert set(engines) == {("tiny-gpt2", None)}
 
 
 def test_a_failed_check_is_exit_1_and_says_where_and_what_it_lacked(

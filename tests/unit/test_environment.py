@@ -24,12 +24,12 @@ from tapcheck.compatibility.versions import OVERRIDE, TESTED_VLLM, require_suppo
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    def version(name: str) -> str:
+    def distribution(name: str) -> SimpleNamespace:
         if name in versions:
-            return versions[name]
+            return SimpleNamespace(version=versions[name])
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "distribution", distribution)
 
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tapcheck import errors
 from tapcheck.compatibility.errors import KnownIssueError
-from tapcheck.errors import CaptureError, EngineError, TapcheckError
+from tapcheck.errors import CaptureError, EngineError, TapcheckError, first_line
 from tapcheck.vllm.protocol import (
     WORKER_EXTENSION,
     decode,
@@ -78,3 +78,12 @@ def test_replies_to_the_call_come_without_its_number() -> None:
 def test_a_reply_to_another_call_is_an_error_that_names_the_worker(late: Any, named: str) -> None:
     with pytest.raises(EngineError, match=f"worker 1 answered {named}.*'drain' was call 7"):
         in_step("drain", 7, [(7, "new"), late])
+
+
+def test_of_a_configuration_that_is_refused_the_reason_is_said() -> None:
+    from pydantic import TypeAdapter, ValidationError
+
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter(int).validate_python("many")
+    assert str(caught.value).startswith("1 validation error for int")
+    assert first_line(caught.value).startswith("Input should be a valid integer")
