@@ -84,3 +84,11 @@ def test_the_example_test_passes_in_a_project_of_its_own(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\b1 passed", done.stdout), done.stdout
+
+
+def test_what_needs_a_gpu_is_listed_as_not_run_on_one() -> None:
+    page = (ROOT / "docs" / "matrix.md").read_text(encoding="utf-8")
+    section = page.partition("## Not yet run on a GPU")[2].partition("\n## ")[0]
+    tests = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    assert tests
+    assert [name for name in tests if f"tests/gpu/{name}" not in section] == []
