@@ -42,6 +42,7 @@ _METAMORPHIC_CHECKS = (
     "cold_equals_warm_prefix",
     "one_shot_equals_chunked",
 )
+HOOK_EQUALS_GRAPH = "hook_equals_graph"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def check_names(job: Job) -> tuple[str, ...]:
     if job.topology is None:
         return (SELFTEST, *(f"{check}[{job.model}]" for check in _ORACLE_CHECKS))
     if job.metamorphic:
-        return tuple(f"{check}[{job.model}]" for check in _METAMORPHIC_CHECKS)
+        compiled = (HOOK_EQUALS_GRAPH,) if job.mode == "graph" else ()
+        return tuple(f"{check}[{job.model}]" for check in (*_METAMORPHIC_CHECKS, *compiled))
     return tuple(f"{check}[{job.model},{job.topology}]" for check in _ENGINE_CHECKS)
 
 

@@ -18,7 +18,7 @@ import torch
 from tapcheck.capture import Capture
 from tapcheck.checks.equivalence import compare_captures
 from tapcheck.checks.identities import identities_hold
-from tapcheck.checks.jobs import NARROW_DTYPES, SELFTEST, Job
+from tapcheck.checks.jobs import HOOK_EQUALS_GRAPH, NARROW_DTYPES, SELFTEST, Job
 from tapcheck.checks.ledger import compare_ledger
 from tapcheck.checks.measures import (
     comparison_result,
@@ -33,6 +33,7 @@ from tapcheck.checks.metamorphic import (
     cold_equals_warm_prefix,
     one_shot_equals_chunked,
     reordered,
+    same_on_both,
 )
 from tapcheck.checks.oracle import judge_oracle
 from tapcheck.checks.outputs import (
@@ -181,7 +182,10 @@ def judge_the_judge(job: Job) -> Finding:
 
 
 def judge_itself(job: Job) -> Finding:
-    """Every metamorphic check: on one engine, then with a second that takes prompts in chunks."""
+    """Every metamorphic check: on one engine, then with a second that takes prompts in chunks.
+
+    And, of a compiled engine, with an eager one.
+    """
     arguments, rtol = _engine_arguments(job, _reference(job).sites), job.rtol
     new: dict[str, Any] = {"max_new_tokens": _FEW_TOKENS}
     with VLLMBackend(job.path, dtype=job.dtype, **arguments) as engine:
@@ -197,13 +201,20 @@ def judge_itself(job: Job) -> Finding:
         }
         results = {check: _timed(f"{check}[{job.model}]", judge) for check, judge in judges.items()}
         one_shot = engine.capture(*run, **new)
-    arguments = {"max_num_batched_tokens": _CHUNK} | arguments
-    with VLLMBackend(job.path, dtype=job.dtype, **arguments) as engine:
+    in_chunks = {"max_num_batched_tokens": _CHUNK} | arguments
+    with VLLMBackend(job.path, dtype=job.dtype, **in_chunks) as engine:
         chunked = engine.capture(*run, **new)
     check = "one_shot_equals_chunked"
     results[check] = _timed(
         f"{check}[{job.model}]", lambda: one_shot_equals_chunked(one_shot, chunked, rtol=rtol)
     )
+    if job.mode == "graph":
+        arguments.pop("graph_taps")
+        with VLLMBackend(job.path, dtype=job.dtype, **arguments) as engine:
+            hooked = engine.capture(one_shot.requests, one_shot.sites)
+        results[HOOK_EQUALS_GRAPH] = _timed(
+            f"{HOOK_EQUALS_GRAPH}[{job.model}]", lambda: same_on_both(hooked, one_shot, rtol=rtol)
+        )
     situations = {
         "cached_positions": int(results["cold_equals_warm_prefix"].metrics["cached_positions"]),
         "unfinished_prefills": chunked.situations["unfinished_prefills"],

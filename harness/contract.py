@@ -114,6 +114,13 @@ def stream_tensors(values: Any) -> Tensors:
     return () if first is None else (first,)
 
 
+def as_rows(terms: Tensors) -> Tensors:
+    """The tensors as [rows, width]: vLLM runs Transformers' own classes as a batch of one."""
+    if terms[0].dim() == 2:
+        return terms
+    return tuple(term.flatten(0, -2) for term in terms)
+
+
 def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
     """The stream tensors of a module's arguments, positional ones first."""
     if not kwargs:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tapcheck.contract import Source, call_tensors, stream_tensors
+from tapcheck.contract import Source, as_rows, call_tensors, stream_tensors
 from tapcheck.errors import CaptureError
 from tapcheck.sites import Site
 
@@ -91,14 +91,14 @@ def _wrapped(source: Source, buffer: torch.Tensor) -> Any:
     if source.at == "input":
 
         def before(*args: Any, **kwargs: Any) -> Any:
-            torch.ops.tapcheck.tap(list(call_tensors(args, kwargs)[:count]), buffer)
+            torch.ops.tapcheck.tap(list(as_rows(call_tensors(args, kwargs)[:count])), buffer)
             return forward(*args, **kwargs)
 
         return before
 
     def after(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        torch.ops.tapcheck.tap(list(stream_tensors(output)[:count]), buffer)
+        torch.ops.tapcheck.tap(list(as_rows(stream_tensors(output)[:count])), buffer)
         return output
 
     return after

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from tapcheck.contract import Tensors
+from tapcheck.contract import Tensors, as_rows
 from tapcheck.errors import CaptureError, EngineError, TapcheckError
 from tapcheck.handover import Sender
 from tapcheck.layout import Repeat, StepLayout
@@ -128,7 +128,7 @@ class WorkerTaps:
         store = self._store
         if store is not None:
             try:
-                store.put(site, terms)
+                store.put(site, as_rows(terms))
             except Exception as error:
                 self._fail(store, error)
 

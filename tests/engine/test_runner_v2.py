@@ -35,6 +35,7 @@ RUNS = {
             "everything_at_once",
         )
     ],
+    "a compiled engine": ["test_graph_mode.py::test_hook_mode_and_graph_mode_capture_the_same"],
     "stops and a subprocess": [
         "test_stops.py::test_every_row_is_there_however_a_request_ends[all]",
         "test_topologies.py"

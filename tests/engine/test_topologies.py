@@ -50,6 +50,23 @@ def test_a_capture_from_a_subprocess_equals_transformers_in_every_dtype_and_orde
         assert (np.diff(taken) >= 0).all()
 
 
+@pytest.mark.parametrize(
+    "mode", [{}, {"graph_taps": ["resid_post.1", "mlp_out.2"]}], ids=["hook", "graph"]
+)
+def test_models_that_vllm_runs_by_transformers_classes_are_captured(
+    mode: dict[str, Any],
+    engine_pool: EnginePool,
+    hf_capture: Callable[..., Capture],
+    llama: Path,
+    requests: list[Request],
+) -> None:
+    """Their tensors have a batch dimension of one. In process they would change Transformers'."""
+    engine = engine_pool.acquire(llama, in_process=False, model_impl="transformers", **mode)
+    assert engine.metadata["engine"]["model_impl"] == "transformers"
+    actual = engine.capture(requests, engine.sites, max_new_tokens=4)
+    assert_captures_match(actual, hf_capture(llama, actual.requests, sites=actual.sites), rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_dtype_that_the_engine_runs_is_the_dtype_captured(
     engine_pool: EnginePool, llama: Path, dtype: str
