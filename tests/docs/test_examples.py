@@ -92,3 +92,19 @@ def test_what_needs_a_gpu_is_listed_as_not_run_on_one() -> None:
     tests = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
     assert tests
     assert [name for name in tests if f"tests/gpu/{name}" not in section] == []
+
+
+def test_the_readme_shows_what_the_matrix_says() -> None:
+    """The table by version, without its links."""
+
+    def cells(text: str) -> list[list[str]]:
+        lines = [line for line in text.splitlines() if line.startswith("|")]
+        unlinked = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line) for line in lines]
+        return [[cell.strip(" -") for cell in line.strip("|").split("|")] for line in unlinked]
+
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition("## What was tested")[2].partition("\n## ")[0]
+    by_version = page.partition("## By vLLM version")[2].partition("\n## ")[0]
+    assert len(cells(by_version)) > 2
+    assert cells(shown) == cells(by_version)
