@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import mmap
 import os
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -32,6 +35,8 @@ FORMAT = "tapcheck capture"
 FORMAT_VERSION = "1"
 
 _DTYPE_NAMES = {dtype: name for name, dtype in VALUE_DTYPES.items()}
+_FILE_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_MAP_NORESERVE = 0x4000  # mman-common.h; Python has the name from 3.13 on
 
 
 def save_capture(capture: Capture, path: str | Path) -> None:
@@ -77,8 +82,9 @@ def load_capture(path: str | Path) -> Capture:
     if not path.is_file():
         raise CaptureFileError(f"{path}: there is no such file")
     try:
-        with safe_open(str(path), framework="pt") as file:
-            return _read(file)
+        # By numpy: torch would ask for as much memory as the file has, to map it.
+        with safe_open(str(path), framework="np") as file:
+            return _read(file, path)
     except SafetensorError as error:
         reason = f"it is damaged, truncated or not a safetensors file ({error})"
     except (CaptureError, CaptureFileError, OSError, SiteError) as error:
@@ -135,7 +141,7 @@ def _require(condition: bool, reason: str) -> None:
         raise CaptureFileError(reason)
 
 
-def _read(file: Any) -> Capture:
+def _read(file: Any, path: Path) -> Capture:
     """The capture in an open safetensors file; every message is completed by the file's name."""
     header = dict(file.metadata() or {})
     _require(header.get("format") == FORMAT, "it is a safetensors file, but not of a capture")
@@ -153,16 +159,17 @@ def _read(file: Any) -> Capture:
     sites = _parsed(header, "sites")
     metadata = _parsed(header, "metadata")
     _require(isinstance(sites, dict) and isinstance(metadata, dict), "its metadata is malformed")
+    mapped = _map_values(path)
     rows = {}
     for site, kind in sites.items():
         parts = [f"columns/{site}/{name}" for name in COLUMN_NAMES]
         _require(names.issuperset([f"values/{site}", *parts]), f"site {site} is incomplete")
-        values = file.get_tensor(f"values/{site}")
+        dtype, shape = _kind(file, f"values/{site}")
         _require(
-            kind == [_DTYPE_NAMES.get(values.dtype), list(values.shape)],
-            f"site {site} holds {values.dtype} of shape {list(values.shape)}, but its metadata "
-            f"says {kind}",
+            kind == [_FILE_DTYPES.get(dtype), shape],
+            f"site {site} holds {dtype} of shape {shape}, but its metadata says {kind}",
         )
+        values = mapped[f"values/{site}"]
         rows[parse_site(site)] = SiteRows(Columns(*[arrays[part] for part in parts]), values)
     _require(
         len(names) == 3 + len(sites) * (1 + len(COLUMN_NAMES)), "it has tensors of no known site"
@@ -170,11 +177,53 @@ def _read(file: Any) -> Capture:
     return Capture(requests, rows, metadata)
 
 
+def _kind(file: Any, name: str) -> tuple[str, list[int]]:
+    """The dtype, as safetensors names it, and the shape of a tensor, which isn't read."""
+    piece = file.get_slice(name)
+    return piece.get_dtype(), list(piece.get_shape())
+
+
 def _int_array(file: Any, name: str) -> IntArray:
-    tensor = file.get_tensor(name)
-    _require(tensor.dtype == torch.int64, f"tensor {name} is {tensor.dtype}, not int64")
-    array: IntArray = tensor.numpy()
+    dtype, _ = _kind(file, name)
+    _require(dtype == "I64", f"tensor {name} is {dtype}, not int64")
+    array: IntArray = file.get_tensor(name)
     return array
+
+
+def _map_values(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of values in a safetensors file that was found sound.
+
+    The file is read as they are used, and never written: a page that is changed is copied first.
+    """
+    with path.open("rb") as file:
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(begin - 8))
+        memory = _map_privately(file.fileno())
+    tensors = {}
+    for name, entry in header.items():
+        if name.startswith("values/") and entry["dtype"] in _FILE_DTYPES:
+            dtype, shape = VALUE_DTYPES[_FILE_DTYPES[entry["dtype"]]], entry["shape"]
+            tensors[name] = (
+                torch.empty(shape, dtype=dtype)
+                if not math.prod(shape)
+                else (
+                    torch.frombuffer(
+                        memory,
+                        dtype=dtype,
+                        count=math.prod(shape),
+                        offset=begin + entry["data_offsets"][0],
+                    ).reshape(shape)
+                )
+            )
+    return tensors
+
+
+def _map_privately(file: int) -> mmap.mmap:
+    if sys.platform != "linux":
+        return mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    # Else Linux refuses a file that is larger than its memory, lest all of it be changed.
+    flags, rights = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    return mmap.mmap(file, 0, flags=flags, prot=rights)
 
 
 def _parsed(header: Mapping[str, str], key: str) -> Any:
