@@ -104,4 +104,4 @@ def test_a_check_of_an_engine_writes_a_bundle_when_its_rows_differ(tmp_path: Pat
     assert status(result) == "fail"
     assert "--rtol 1e-05" in (Path(folder) / "README.md").read_text(encoding="utf-8")
     report = json.loads((Path(folder) / "report.json").read_text(encoding="utf-8"))
-    assert report["headline"] == result.reason
+    assert result.reason == f"{report['headline']}; {report['diagnoses'][0]['claim']}"
