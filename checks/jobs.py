@@ -16,9 +16,6 @@ TOPOLOGIES: tuple[Topology, ...] = ("in_process", "subprocess")
 TINY_MODELS_JUDGED = ("llama", "gpt2", "qwen2")
 TINY_RTOL = 1e-5
 
-# Where the noise floor judges instead of a tolerance.
-NARROW_DTYPES = ("bfloat16", "float16")
-
 SELFTEST = "selftest"
 _ENGINE_CHECKS = (
     "ledger",

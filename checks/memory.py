@@ -1,4 +1,4 @@
-"""Whether a float32 copy of a model fits in memory, before it is loaded."""
+"""Whether a copy of a model in a wide dtype fits in memory, before it is loaded."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import torch
 
 from tapcheck.models import load_config
 
-_FLOAT32_BYTES = 4
 # Activations and what the loader holds twice, beside the weights.
 _OVERHEAD = 1.25
 
 
-def memory_for_float32(model: str) -> int:
-    """Bytes that Transformers needs to run the model in float32, from its config alone."""
+def memory_for(model: str, dtype: str) -> int:
+    """Bytes that Transformers needs to run the model in `dtype`, from its config alone."""
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         skeleton = auto.from_config(load_config(model))
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-    return int(parameters * _FLOAT32_BYTES * _OVERHEAD)
+    return int(parameters * getattr(torch, dtype).itemsize * _OVERHEAD)
 
 
 def free_memory(device: str) -> int:

@@ -137,16 +137,21 @@ class Pairs:
             self.expected.values, truth, actual_index=self.right, expected_index=self.wide
         )
         floor = row_floors(own.relative_error, dtype)
-        allowed = allowances(floor)
-        misplaced = self._neighbours_rows(suspects(candidate.relative_error, floor), floor)
+        allowed = allowances(floor, dtype)
+        error = candidate.relative_error
+        misplaced = self._neighbours_rows(suspects(error, floor, allowed), error, floor)
         allowed[misplaced] = SUSPECT_LIMIT * floor[misplaced]
         apart, outlier_allowed = _apart(candidate), np.zeros(len(candidate))
-        outlier_allowed[apart] = allowances(row_floors(own.outlier_error[apart], dtype))
+        outlier_floor = row_floors(own.outlier_error[apart], dtype)
+        outlier_allowed[apart] = allowances(outlier_floor, dtype)
         errors = self._errors(candidate, allowed, outlier_allowed, floor)
         return errors, site_floor(candidate, own, floor, dtype)
 
-    def _neighbours_rows(self, pairs: IntArray, floor: FloatArray) -> IntArray:
-        """Those of the pairs whose actual row is that of the position before or after it."""
+    def _neighbours_rows(self, pairs: IntArray, error: FloatArray, floor: FloatArray) -> IntArray:
+        """Those of the pairs whose actual row is that of the position before or after it.
+
+        `error` is how far each row is from its own.
+        """
         assert self.reference is not None
         assert self.wide is not None
         found = np.zeros(len(pairs), bool)
@@ -161,7 +166,8 @@ class Pairs:
                 actual_index=self.left[pairs[there]],
                 expected_index=self.wide[neighbour],
             ).relative_error
-            found[there] |= errors <= SUSPECT_LIMIT * floor[neighbour]
+            nearer = np.minimum(SUSPECT_LIMIT * floor[neighbour], error[pairs[there]])
+            found[there] |= errors <= nearer
         misplaced: IntArray = pairs[found]
         return misplaced
 

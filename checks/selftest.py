@@ -2,8 +2,8 @@
 
 A healthy pair is two runs of Transformers that differ as engines do: the candidate generates its
 requests one at a time, with a KV cache and eager attention; the expected capture is one teacher
-forced pass over all of them, padded, with fused attention. In a narrow dtype the judge is the noise
-floor, from a float32 reference. No fault is caught by comparing a capture with itself.
+forced pass over all of them, padded, with fused attention. The judge is the noise floor, from a
+reference in a wider dtype. No fault is caught by comparing a capture with itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tapcheck.checks.comparison import Comparison
 from tapcheck.checks.equivalence import compare_captures
 from tapcheck.checks.faults import FAULTS
 from tapcheck.checks.faults.models import MODEL_FAULTS, sliding_window
+from tapcheck.checks.noise_floor import REFERENCE_DTYPES
 from tapcheck.errors import CaptureError
 from tapcheck.hf import HFBackend
 from tapcheck.request import Request
@@ -160,11 +161,11 @@ def _named_as(tries: Sequence[Injection]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class HealthyPair:
-    """Two healthy captures of the same tokens, and a reference in a wider dtype or none."""
+    """Two healthy captures of the same tokens, and a reference in a wider dtype."""
 
     actual: Capture
     expected: Capture
-    reference: Capture | None
+    reference: Capture
 
     def compare(self, actual: Capture) -> Comparison:
         """Judge a capture in the place of the healthy one."""
@@ -239,12 +240,12 @@ def _faults(pair: HealthyPair, candidate: HFBackend) -> Iterator[tuple[str, str,
 
 
 class _Engines:
-    """Transformers three times: as the candidate, as it is expected to be, and in float32."""
+    """Transformers three times: as the candidate, as it is expected to be, and in a wider dtype."""
 
     def __init__(self, model: str | Path, dtype: str) -> None:
         self.candidate = HFBackend(model, dtype=dtype, batch_size=1)
         self._expected = HFBackend(model, dtype=dtype)
-        self._reference = None if dtype == "float32" else HFBackend(model)
+        self._reference = HFBackend(model, dtype=REFERENCE_DTYPES[dtype])
         # Only eager attention knows soft caps.
         config = self.candidate.config.get_text_config()
         if getattr(config, "attn_logit_softcapping", None) is None:
@@ -256,16 +257,15 @@ class _Engines:
         sites = self.candidate.sites
         actual = self.candidate.capture(requests, sites, max_new_tokens=NEW_TOKENS)
         expected = self._expected.capture(actual.requests, sites)
-        reference = self._reference and self._reference.capture(actual.requests, sites)
-        return HealthyPair(actual, expected, reference or None)
+        reference = self._reference.capture(actual.requests, sites)
+        return HealthyPair(actual, expected, reference)
 
     def __enter__(self) -> _Engines:
         return self
 
     def __exit__(self, *_error: object) -> None:
         for backend in (self.candidate, self._expected, self._reference):
-            if backend is not None:
-                backend.close()
+            backend.close()
 
 
 def _requests(backend: HFBackend, seed: int) -> Sequence[Request]:

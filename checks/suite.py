@@ -18,14 +18,14 @@ import torch
 from tapcheck.capture import Capture
 from tapcheck.checks.equivalence import compare_captures
 from tapcheck.checks.identities import identities_hold
-from tapcheck.checks.jobs import HOOK_EQUALS_GRAPH, NARROW_DTYPES, SELFTEST, Job
+from tapcheck.checks.jobs import HOOK_EQUALS_GRAPH, SELFTEST, Job
 from tapcheck.checks.ledger import compare_ledger
 from tapcheck.checks.measures import (
     comparison_result,
     completed,
     count_situations,
 )
-from tapcheck.checks.memory import free_memory, memory_for_float32
+from tapcheck.checks.memory import free_memory, memory_for
 from tapcheck.checks.message import where
 from tapcheck.checks.metamorphic import (
     alone_equals_batched,
@@ -36,6 +36,7 @@ from tapcheck.checks.metamorphic import (
     same_on_both,
 )
 from tapcheck.checks.oracle import judge_oracle
+from tapcheck.checks.noise_floor import REFERENCE_DTYPES
 from tapcheck.checks.outputs import (
     greedy_tokens,
     kl_divergence,
@@ -94,19 +95,20 @@ def run_job(job: Job) -> Finding:
 def _wide_capture(
     job: Job, requests: Sequence[Request], sites: Sequence[Site]
 ) -> tuple[Capture | None, str]:
-    """The float32 reference of a narrow job, or None and why there is none, if that needs saying.
+    """The reference of a job, in a wider dtype, or None and why there is none, if that needs saying.
 
-    A job in float32, or with a tolerance of its own, needs none.
+    A job with a tolerance of its own needs none.
     """
-    if job.dtype not in NARROW_DTYPES or job.rtol is not None:
+    if job.rtol is not None:
         return None, ""
-    needed, free = memory_for_float32(job.path), free_memory(job.device)
+    wider = REFERENCE_DTYPES[job.dtype]
+    needed, free = memory_for(job.path, wider), free_memory(job.device)
     if needed > free:
         return None, (
-            f"no float32 reference fits in memory ({needed / 2**30:.1f} GiB needed, "
+            f"no {wider} reference fits in memory ({needed / 2**30:.1f} GiB needed, "
             f"{free / 2**30:.1f} GiB free), so the fixed tolerance of {job.dtype} judged"
         )
-    with HFBackend(job.path, dtype="float32", device=job.device) as reference:
+    with HFBackend(job.path, dtype=wider, device=job.device) as reference:
         return reference.capture(requests, sites), ""
 
 
@@ -150,7 +152,7 @@ def judge_engine(
 ) -> Iterator[CheckResult]:
     """Every check of one engine's capture against Transformers' on the same tokens.
 
-    `reference` is Transformers' capture in float32, for the noise floor; `note` joins the verdict.
+    `reference` is Transformers' capture in a wider dtype, for the noise floor; `note` joins the verdict.
     """
     limits = None if reference is None else limits_by_noise(expected, reference)
     judges: dict[str, Callable[[], CheckResult]] = {
@@ -280,7 +282,7 @@ def check_equivalence(
 ) -> CheckResult:
     """Every row equals Transformers' row of the same request, site and position.
 
-    Within `rtol`, or what the dtype costs Transformers against its float32 `reference`.
+    Within `rtol`, or what the dtype costs Transformers against its wider `reference`.
     """
     comparison = compare_captures(actual, expected, rtol=rtol, reference=reference)
     if bundle is not None and not comparison.passed:

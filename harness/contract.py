@@ -247,7 +247,7 @@ def _solve_embedding(
 
 @dataclass(frozen=True, eq=False)
 class _Reading:
-    """What a source held during the probe: `value` is [rows, width] in float32."""
+    """What a source held during the probe: `value` is [rows, width] in float32 or wider."""
 
     source: Source
     value: torch.Tensor
@@ -344,7 +344,8 @@ def _the_call(probe: Probe, module: nn.Module, index: int) -> Call:
 
 def _reading(call: Call, at: str, terms: int) -> _Reading:
     tensors = (call.inputs if at == "input" else call.outputs)[:terms]
-    total = sum((tensor.float() for tensor in tensors[1:]), tensors[0].float())
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    total = sum((tensor.to(wide) for tensor in tensors[1:]), tensors[0].to(wide))
     rounding = max(torch.finfo(tensor.dtype).eps for tensor in tensors)
     source = Source(call.module, at, len(tensors))
     return _Reading(source, total.reshape(-1, total.shape[-1]), rounding)

@@ -23,6 +23,7 @@ from tapcheck.contract import ModelContract, Source, Tensors, observe, solve
 from tapcheck.errors import CaptureError, EngineError, ModelError, first_line
 from tapcheck.layout import Segment, StepLayout
 from tapcheck.models import (
+    HF_DTYPES,
     layer_count,
     load_config,
     require_dtype,
@@ -40,8 +41,9 @@ _PROBE_TOKENS = 8
 class HFBackend:
     """Captures from a Transformers model on one device.
 
-    Requests run `batch_size` at a time, padded on the left; padding is never captured. Raises
-    ModelError when the model can't be found or is not a decoder-only language model. `config` is
+    Requests run `batch_size` at a time, padded on the left; padding is never captured. In float64,
+    for a reference that is wider than float32, they run alone. Raises ModelError when the model
+    can't be found or is not a decoder-only language model. `config` is
     the model's configuration, as Transformers loads it.
     """
 
@@ -57,11 +59,12 @@ class HFBackend:
     ) -> None:
         self.config = load_config(model)
         self._model_name = str(model)
-        self._dtype = require_dtype(dtype)
+        self._dtype = require_dtype(dtype, HF_DTYPES)
         self._device = _usable_device(device)
         if batch_size < 1:
             raise CaptureError(f"batch_size is {batch_size}: at least 1 request runs at a time")
-        self._batch_size = batch_size
+        # Eager attention takes its softmax in float32, in which float64's mask of padding is -inf.
+        self._batch_size = 1 if dtype == "float64" else batch_size
         self._one_at_a_time = threading.Lock()  # hooks of two captures would take each other's rows
         self._loaded: Any = self._load()
 

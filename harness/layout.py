@@ -5,7 +5,7 @@ Pure Python: a runner adapter fills it from its engine's scheduler, and everythi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tapcheck.errors import CaptureError
@@ -111,8 +111,7 @@ class Repeat(NamedTuple):
         return StepLayout(self.step, tuple(moved), first.total_rows)
 
 
-@dataclass(frozen=True)
-class Situations:
+class Situations(NamedTuple):
     """How often what makes row ownership hard arose, for one request.
 
     forward_passes: passes with rows of the request. shared_passes: those with rows of another
@@ -138,11 +137,10 @@ class Situations:
     unseen_rows: int = 0
 
 
-SITUATIONS = tuple(field.name for field in fields(Situations))
+SITUATIONS = Situations._fields
 
 
-@dataclass(frozen=True)
-class Account:
+class Account(NamedTuple):
     """What forward passes did for one request, up to its end.
 
     cached: the ranges of positions, [start, stop), that no pass computed because the engine read

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tapcheck.errors import ModelError, first_line
 from tapcheck.request import Request
 
+# What both engines run in; and Transformers too, for a reference that is wider than float32.
 DTYPES = ("float32", "bfloat16", "float16")
+HF_DTYPES = (*DTYPES, "float64")
 _HUB_SECONDS = 5.0
 
 
@@ -105,11 +107,11 @@ def _declared(config: Any, name: str) -> int:
     return value
 
 
-def require_dtype(dtype: str) -> str:
-    """`dtype` itself when it is one that captures come in, else ModelError; "auto" is refused."""
-    if dtype not in DTYPES:
+def require_dtype(dtype: str, known: Sequence[str] = DTYPES) -> str:
+    """`dtype` itself when it is one of the `known`, else ModelError; "auto" is refused."""
+    if dtype not in known:
         raise ModelError(
-            f"dtype {dtype!r}: say one of {', '.join(DTYPES)} ('auto' is refused: the two engines "
+            f"dtype {dtype!r}: say one of {', '.join(known)} ('auto' is refused: the two engines "
             "resolve it differently)"
         )
     return dtype

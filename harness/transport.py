@@ -26,7 +26,6 @@ from tapcheck.sites import Site, parse_site
 
 _MAGIC = b"tapchk\x00\x01"
 _DTYPE_NAMES = {dtype: name for name, dtype in VALUE_DTYPES.items()}
-_counts = attrgetter(*SITUATIONS)
 _columns = attrgetter(*COLUMN_NAMES)
 
 
@@ -86,7 +85,7 @@ def packed_parts(batch: RowBatch) -> list[memoryview]:
     }
     header = json.dumps(fields).encode()
     header += b" " * (-len(header) % 8)
-    counts = np.array([_counts(account.situations) for account in batch.accounts], "<i8")
+    counts = np.array([account.situations for account in batch.accounts], "<i8")
     columns = [np.ascontiguousarray(column, "<i8") for column in _columns(batch.columns)]
     return [
         memoryview(_MAGIC + len(header).to_bytes(8, "little") + header),
@@ -224,7 +223,7 @@ def _read_accounts(counts: npt.NDArray[np.int64], cached: list[Any]) -> tuple[Ac
     table = counts.reshape(-1, len(SITUATIONS)).tolist()
     return tuple(
         [
-            Account(Situations(*row), () if ranges == [] else _check_ranges(ranges))
+            Account(Situations._make(row), () if ranges == [] else _check_ranges(ranges))
             for row, ranges in zip(table, cached, strict=True)
         ]
     )

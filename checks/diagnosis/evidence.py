@@ -16,7 +16,7 @@ import torch
 from tapcheck.capture import Capture, IntArray, SiteRows
 from tapcheck.checks.comparison import Comparison, SiteSummary
 from tapcheck.checks.ledger import RowBook
-from tapcheck.checks.noise_floor import allowances, row_floors
+from tapcheck.checks.noise_floor import allowances, always_allowed, row_floors
 from tapcheck.checks.numerics import TINY_NORM, FloatArray, row_metrics
 from tapcheck.checks.pairing import widened
 from tapcheck.checks.tolerances import RTOL
@@ -274,9 +274,9 @@ class Case:
                 return None
             dtype = self.expected.rows[sample.site].values.dtype
             typical = row_floors(_errors(own.values, rows.values, index), dtype)
-            allowed = allowances(typical)
-            truncation = torch.finfo(dtype).eps / float(np.median(typical))
-            most = 1 + max(0.5, 3 / np.sqrt(len(index)), truncation)
+            allowed = allowances(typical, dtype)
+            always = always_allowed(dtype) / float(np.median(typical))
+            most = 1 + max(0.5, 3 / np.sqrt(len(index)), always)
             if np.median(errors / typical) > most:
                 return None
         left = (1 - hypothesis.gain) * np.median(before)

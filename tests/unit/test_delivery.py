@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def test_a_capture_has_exactly_the_rows_that_are_due(
     }
     accounts = dict(zip(batch.request, batch.accounts, strict=True))
     assert capture.metadata["situations"] == {
-        run.id: asdict(accounts[owner].situations) for owner, run in runs.items()
+        run.id: accounts[owner].situations._asdict() for owner, run in runs.items()
     }
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tapcheck.backend import Backend
 from tapcheck.capture import Capture
+from tapcheck.checks import compare_captures
 from tapcheck.errors import CaptureError, EngineError, ModelError, SelectorError, SiteError
 from tapcheck.hf import HFBackend
 from tapcheck.request import Request
@@ -366,10 +367,27 @@ def test_an_encoder_decoder_is_an_error(tmp_path: Path) -> None:
         HFBackend(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float64", "fp32"])
+@pytest.mark.parametrize("dtype", ["auto", "int8", "fp32"])
 def test_other_dtypes_are_refused(model_zoo: Zoo, dtype: str) -> None:
-    with pytest.raises(ModelError, match="say one of float32, bfloat16, float16"):
+    with pytest.raises(ModelError, match="say one of float32, bfloat16, float16, float64"):
         HFBackend(model_zoo("llama"), dtype=dtype)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
+def test_float64_is_what_float32_is_a_rounding_of(
+    model_zoo: Zoo, architecture: str
+) -> None:
+    """Requests of different lengths, which run alone: padded, gemma2's rows would be NaN."""
+    requests = [Request("a", (5, 9, 20, 4, 7)), Request("b", (7, 8, 9)), Request("c", (3,))]
+    captures = []
+    for dtype in ("float64", "float32"):
+        with HFBackend(model_zoo(architecture), dtype=dtype) as backend:
+            captures.append(backend.capture(requests, backend.sites, max_new_tokens=3))
+    wide, narrow = captures
+    assert {rows.values.dtype for rows in wide.rows.values()} == {torch.float64}
+    comparison = compare_captures(narrow, wide, rtol=1e-5)
+    assert comparison.passed
+    assert comparison.worst_relative_error > 1e-8  # it isn't float32 widened
 
 
 @pytest.mark.parametrize("device", ["warp-drive", "cuda:63"])

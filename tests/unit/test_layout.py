@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
@@ -90,7 +88,7 @@ def test_every_situation_is_counted_as_a_count_row_by_row_does(
     counted = accounts(schedule, extra=extra)
     assert counted.keys() == schedule.requests.keys()
     for owner, account in counted.items():
-        assert asdict(account.situations) == expected(schedule, owner, extra)
+        assert account.situations._asdict() == expected(schedule, owner, extra)
 
 
 @pytest.mark.parametrize("name", SITUATIONS)

@@ -13,6 +13,7 @@ from synthetic import perturbed, synthetic_capture
 from tapcheck.checks.equivalence import compare_captures
 from tapcheck.checks.faults import FAULTS
 from tapcheck.checks.jobs import plan_jobs
+from tapcheck.checks.message import where
 from tapcheck.checks.report import ReportError, bundle, write_bundle
 from tapcheck.checks.report.data import SCHEMA
 from tapcheck.checks.suite import check_equivalence
@@ -63,7 +64,11 @@ def test_a_bundle_of_a_noise_floor_keeps_the_rows_that_make_it(tmp_path: Path) -
     reference = load_capture(tmp_path / "b" / "reference.safetensors")
     again = compare_captures(*parts, reference=reference)
     assert again.failing_sites[0].site == comparison.failing_sites[0].site
-    assert again.first_divergence == comparison.first_divergence
+    assert again.first_divergence is not None
+    assert comparison.first_divergence is not None
+    assert where(again.first_divergence) == where(comparison.first_divergence)
+    # a row's allowance comes of its site's floors, of which the bundle has a part
+    assert again.first_divergence.allowed == pytest.approx(comparison.first_divergence.allowed, 0.1)
     assert "--reference reference.safetensors" in (tmp_path / "b" / "README.md").read_text("utf-8")
 
 
