@@ -69,11 +69,11 @@ REFERENCE_DTYPES: Mapping[str, str] = MappingProxyType(
     {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
 )
 
-ROW_LIMIT = 24.0
+ROW_LIMIT = 20.0
 TAIL = 0.9
 SUSPECT_LIMIT = 4.0
 MOST_ALLOWED = 0.5
-UNSETTLED_LIMIT = 8.0
+UNSETTLED_LIMIT = 16.0
 FEWEST_ROWS = 4
 
 

@@ -201,20 +201,15 @@ def _map_values(path: Path) -> dict[str, torch.Tensor]:
         memory = _map_privately(file.fileno())
     tensors = {}
     for name, entry in header.items():
-        if name.startswith("values/") and entry["dtype"] in _FILE_DTYPES:
-            dtype, shape = VALUE_DTYPES[_FILE_DTYPES[entry["dtype"]]], entry["shape"]
-            tensors[name] = (
-                torch.empty(shape, dtype=dtype)
-                if not math.prod(shape)
-                else (
-                    torch.frombuffer(
-                        memory,
-                        dtype=dtype,
-                        count=math.prod(shape),
-                        offset=begin + entry["data_offsets"][0],
-                    ).reshape(shape)
-                )
-            )
+        if not name.startswith("values/") or entry["dtype"] not in _FILE_DTYPES:
+            continue
+        dtype, shape = VALUE_DTYPES[_FILE_DTYPES[entry["dtype"]]], entry["shape"]
+        count, offset = math.prod(shape), begin + entry["data_offsets"][0]
+        if count:
+            values = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+            tensors[name] = values.reshape(shape)
+        else:  # frombuffer refuses an empty piece
+            tensors[name] = torch.empty(shape, dtype=dtype)
     return tensors
 
 

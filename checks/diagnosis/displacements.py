@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +33,27 @@ _OWNERSHIP = "look at which rows of a batch are given to which request"
 _OFFSET = "look for an offset in the step layout, or rows of another step"
 
 
+@dataclass(frozen=True, eq=False)
+class _Healthy:
+    """The healthy rows of a sample's site: arrays of shape [rows], distances [sample, rows].
+
+    step: that in which the capture under test took the row of the same request and position.
+    distances: of each sampled row from each of these, relative.
+    """
+
+    request: IntArray
+    position: IntArray
+    step: IntArray
+    distances: FloatArray
+
+
 def displaced(case: Case, sample: Sample) -> Iterator[Hypothesis]:
     """Shifts, reversed and wrongly padded prompts, and rows of other requests."""
     if case.truth.width(sample.site) != sample.values.shape[1]:
         return
-    distances = _distances(case, sample)
     request, position = case.truth.owners(sample.site)
+    step = case.steps(sample.site, request, position)
+    healthy = _Healthy(request, position, step, _distances(case, sample))
     lengths = np.array([r.prompt_length for r in case.expected.requests], np.int64)
     prompt = sample.position < lengths[sample.request]
     yield from _padded(case, sample, lengths, prompt)
@@ -49,23 +65,22 @@ def displaced(case: Case, sample: Sample) -> Iterator[Hypothesis]:
         "look for a prompt, or its rows, turned round on the way",
         _predict(sample, sample.request, mirrored, moved=mirrored != sample.position),
     )
-    own = np.where(request[None] == sample.request[:, None], distances, np.inf)
+    own = np.where(request[None] == sample.request[:, None], healthy.distances, np.inf)
     offsets = position[own.argmin(axis=1)] - sample.position
     common = [int(off) for off, _ in Counter(offsets[offsets != 0].tolist()).most_common(2)]
     for shift in dict.fromkeys([*common, -1, 1]):
         yield _shifted(case, sample, shift)
-    yield from _other_request(case, sample, distances, request, position)
+    yield from _other_request(case, sample, healthy)
     for shift in (-1, 1):
-        yield from _offset_in_batch(case, sample, distances, shift)
+        yield from _offset_in_batch(case, sample, healthy, shift)
 
 
 def _distances(case: Case, sample: Sample) -> FloatArray:
-    """The distance of each sampled row from each healthy row of its site, relative, [n, rows]."""
-    healthy = case.truth.capture.rows[sample.site].values
+    values = case.truth.capture.rows[sample.site].values
     mine = sample.values.float()
     blocks = []
-    for start in range(0, len(healthy), _BLOCK):
-        block = widened(healthy[start : start + _BLOCK]).float()
+    for start in range(0, len(values), _BLOCK):
+        block = widened(values[start : start + _BLOCK]).float()
         blocks.append(torch.cdist(mine, block) / norms(block).T)
     return torch.cat(blocks, dim=1).nan_to_num(nan=torch.inf).double().numpy()
 
@@ -201,49 +216,40 @@ def place_of(case: Case, site: Site, request: int, position: int) -> str:
     return text
 
 
-def _other_request(
-    case: Case,
-    sample: Sample,
-    distances: FloatArray,
-    request: IntArray,
-    position: IntArray,
-) -> Iterator[Hypothesis]:
+def _other_request(case: Case, sample: Sample, healthy: _Healthy) -> Iterator[Hypothesis]:
     """For each request, the one whose rows at the same positions are nearest.
 
     Or, as slots of a batch that are exchanged give them, in the same places of the same steps.
     """
-    alike = position[None] == sample.position[:, None]
-    yield from _held_by_others(case, sample, distances, request, position, alike)
-    step = case.steps(sample.site, request, position)
-    place = _place_in_step(request, position, step)
+    alike = healthy.position[None] == sample.position[:, None]
+    yield from _held_by_others(case, sample, healthy, alike)
+    step, place = healthy.step, _place_in_step(healthy)
     own = case.truth.rows_of(sample.site, sample.request, sample.position)
     in_turn = (step[None] == step[own, None]) & (place[None] == place[own, None])
-    yield from _held_by_others(case, sample, distances, request, position, in_turn & ~alike)
+    yield from _held_by_others(case, sample, healthy, in_turn & ~alike)
 
 
-def _place_in_step(request: IntArray, position: IntArray, step: IntArray) -> IntArray:
+def _place_in_step(healthy: _Healthy) -> IntArray:
     """Which of its request's rows in its step each row is, from 0."""
-    order = np.lexsort((position, step, request))
-    begins = np.diff(request[order], prepend=-1) | np.diff(step[order], prepend=-2)
+    order = np.lexsort((healthy.position, healthy.step, healthy.request))
+    next_request = np.diff(healthy.request[order], prepend=-1)
+    begins = next_request | np.diff(healthy.step[order], prepend=-2)
     counted = np.arange(len(order))
-    place = np.empty_like(position)
+    place = np.empty_like(healthy.position)
     place[order] = counted - np.maximum.accumulate(np.where(begins != 0, counted, 0))
     return place
 
 
 def _held_by_others(
-    case: Case,
-    sample: Sample,
-    distances: FloatArray,
-    request: IntArray,
-    position: IntArray,
-    beside: BoolArray,
+    case: Case, sample: Sample, healthy: _Healthy, beside: BoolArray
 ) -> Iterator[Hypothesis]:
     """For each request, the other one of whose rows those `beside` the sample's are nearest.
 
     beside: [sample, healthy rows], at most one row of each request for each of the sample.
     """
-    there = np.where(beside & (request[None] != sample.request[:, None]), distances, np.inf)
+    request = healthy.request
+    of_another = request[None] != sample.request[:, None]
+    there = np.where(beside & of_another, healthy.distances, np.inf)
     nearest = np.where(np.isfinite(there.min(axis=1)), request[there.argmin(axis=1)], -1)
     owner: dict[int, int] = {}
     for number in np.unique(sample.request).tolist():
@@ -258,7 +264,7 @@ def _held_by_others(
     named = f"{ids[mine]!r} holds those of {ids[theirs]!r}"
     holders = np.array([owner.get(int(number), -1) for number in sample.request], np.int64)
     held = beside & (request[None] == holders[:, None])
-    places = position[held.argmax(axis=1)]
+    places = healthy.position[held.argmax(axis=1)]
     predict = _predict(sample, holders, places, moved=held.any(axis=1))
     elsewhere = "" if (places == sample.position).all() else " of the same forward pass"
     if both_ways:
@@ -274,29 +280,19 @@ def _held_by_others(
 
 
 def _offset_in_batch(
-    case: Case, sample: Sample, distances: FloatArray, shift: int
+    case: Case, sample: Sample, healthy: _Healthy, shift: int
 ) -> Iterator[Hypothesis]:
     """Each row of a forward pass is its neighbour's in the batch, across requests.
 
-    Inside a request that is the row of the next position, or the previous one; where its rows of
-    the pass end, it is the nearest row with which another request's begin, or end. Nothing is said
-    unless both occur, and no row is the neighbour of two.
+    Nothing is said unless rows of both kinds are there, those whose neighbour is their own
+    request's and those whose isn't, and no row is the neighbour of two.
     """
-    request, position = case.truth.owners(sample.site)
-    step = case.steps(sample.site, request, position)
-    beyond = case.steps(sample.site, request, position - shift) != step
-    mine = case.steps(sample.site, sample.request, sample.position)
+    steps = case.steps(sample.site, sample.request, sample.position)
     holder, place = sample.request.copy(), sample.position + shift
-    edges = np.flatnonzero(case.steps(sample.site, holder, place) != mine)
-    for at in edges:
-        there = beyond & (step == mine[at]) & (request != sample.request[at])
-        if not there.any():
-            holder[at] = -1
-            continue
-        nearest = np.where(there, distances[at], np.inf).argmin()
-        holder[at], place[at] = request[nearest], position[nearest]
+    edges = np.flatnonzero(case.steps(sample.site, holder, place) != steps)
+    holder[edges], place[edges] = _across(case, sample, healthy, shift, edges, steps)
     crossed = edges[holder[edges] >= 0]
-    taken = set(zip(mine[crossed], holder[crossed], strict=True))
+    taken = set(zip(steps[crossed], holder[crossed], strict=True))
     if not len(crossed) or len(edges) == len(sample) or len(taken) < len(crossed):
         return
     first = crossed[0]
@@ -310,3 +306,24 @@ def _offset_in_batch(
         _predict(sample, holder, place, moved=holder >= 0),
         ("in the batch", shift),
     )
+
+
+def _across(
+    case: Case, sample: Sample, healthy: _Healthy, shift: int, edges: IntArray, steps: IntArray
+) -> tuple[IntArray, IntArray]:
+    """The neighbours, request and position, of sampled rows with which their request's end.
+
+    That is the nearest of the rows with which another request's begin in that step (or end, for a
+    negative `shift`); the request is -1 where there is none.
+    """
+    before = case.steps(sample.site, healthy.request, healthy.position - shift)
+    at_the_edge = before != healthy.step
+    holder, place = np.full(len(edges), -1), np.zeros(len(edges), np.int64)
+    for number, at in enumerate(edges):
+        of_another = healthy.request != sample.request[at]
+        there = at_the_edge & of_another & (healthy.step == steps[at])
+        if there.any():
+            nearest = np.where(there, healthy.distances[at], np.inf).argmin()
+            holder[number] = healthy.request[nearest]
+            place[number] = healthy.position[nearest]
+    return holder, place

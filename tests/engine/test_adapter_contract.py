@@ -6,6 +6,7 @@ model runner V1, and by test_runner_v2.py for V2.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from tapcheck.compatibility.environment import collect_environment
+from tapcheck.compatibility.errors import KnownIssueError
+from tapcheck.compatibility.known_issues import environment_terms, matching_issues
 from tapcheck.fixtures.pool import EnginePool
 from tapcheck.layout import Repeat, StepLayout
 from tapcheck.request import Request
@@ -166,9 +170,16 @@ def test_draft_rows_are_those_whose_token_the_sampler_had_still_to_accept(
 ) -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3,
               "prompt_lookup_max": 3, "prompt_lookup_min": 1}  # fmt: skip
-    engine = engine_pool.acquire(
-        llama, block_size=32, max_num_batched_tokens=64, speculative_config=config
-    )
+    start = functools.partial(
+        engine_pool.acquire,
+        llama, block_size=32, max_num_batched_tokens=64, speculative_config=config,
+    )  # fmt: skip
+    here = environment_terms(collect_environment("cpu"))
+    if matching_issues(here | {"speculative_method": "ngram"}):  # there are no drafts to look at
+        with pytest.raises(KnownIssueError, match="ngram"):
+            start()
+        return
+    engine = start()
     with Witness(engine) as witness:
         capture = engine.capture([Request("r", (5, 9, 200) * 4)], ["embed"], max_new_tokens=40)
     tokens = capture.requests[0].token_ids

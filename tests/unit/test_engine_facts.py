@@ -177,6 +177,15 @@ REFUSED: dict[str, tuple[Start, list[dict[str, Any]]]] = {
         replace(ON_CPU, vllm="0.28.0", arguments={**EAGER, "tensor_parallel_size": 2}),
         [{"in_process": False}, {"vllm": "0.32.0"}, {"arguments": EAGER}],
     ),
+    "ngram-speculation-on-the-cpu-build-of-0-30-0": (
+        replace(ON_CPU, vllm="0.30.0", arguments={"speculative_config": {"method": "ngram"}}),
+        [
+            {"vllm": "0.29.0"},
+            {"vllm": "0.31.0"},
+            {"arguments": {}},
+            {"distribution": "vllm"},
+        ],
+    ),
 }
 
 
