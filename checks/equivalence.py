@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tapcheck.capture import Capture, IntArray, SiteRows
+from tapcheck.capture import Capture, IntArray
 from tapcheck.checks import comparison_listeners
 from tapcheck.checks.comparison import Comparison, SiteSummary
 from tapcheck.checks.diagnosis import diagnose
 from tapcheck.checks.ledger import Ledger, LedgerEntry, RowBook, cached_positions
 from tapcheck.checks.message import explain
-from tapcheck.checks.pairing import Pairs
+from tapcheck.checks.pairing import Pairs, Witnessed
 from tapcheck.checks.tokens import compare_tokens
 from tapcheck.checks.tolerances import ToleranceError, check_rtol
 from tapcheck.sites import Site
@@ -26,17 +27,18 @@ def assert_captures_match(
     *,
     rtol: float | None = None,
     reference: Capture | None = None,
+    repeats: Sequence[Capture] = (),
 ) -> Comparison:
     """Raise AssertionError, with everything that differs, unless `actual` matches `expected`.
 
     `rtol` is the largest relative error a row may have; None takes the fixed tolerance of each
     site's dtype. With a `reference`, the same tokens in a wider dtype, each row may be as far from
-    it as the expected capture's own error there allows: see `tapcheck.checks.noise_floor`. Returns
-    the comparison. Raises ToleranceError for an rtol outside [0, 1), or a reference that can't
-    serve.
+    it as the expected capture's own error there allows, or that of one of its `repeats`: see
+    `tapcheck.checks.noise_floor`. Returns the comparison. Raises ToleranceError for an rtol outside
+    [0, 1), or a reference or repeats that can't serve.
     """
     __tracebackhide__ = True
-    comparison = compare_captures(actual, expected, rtol=rtol, reference=reference)
+    comparison = compare_captures(actual, expected, rtol=rtol, reference=reference, repeats=repeats)
     for listener in comparison_listeners:
         listener(comparison)
     if not comparison.passed:
@@ -50,20 +52,22 @@ def compare_captures(
     *,
     rtol: float | None = None,
     reference: Capture | None = None,
+    repeats: Sequence[Capture] = (),
 ) -> Comparison:
     """Compare every (request, site, position) of two captures, one site in memory at a time.
 
     Tokens, rows and values are all judged, whatever was found before. Positions that `actual`
-    lists as read from a prefix cache are not due. `rtol` and `reference` as in
+    lists as read from a prefix cache are not due. `rtol`, `reference` and `repeats` as in
     `assert_captures_match`. Raises ToleranceError for an rtol outside [0, 1), for a reference that
-    has other tokens, lacks a row or is in no wider dtype, for both of them, or for a dtype without
-    a fixed tolerance when there is neither.
+    has other tokens, lacks a row or is in no wider dtype, for both of them, for repeats without a
+    reference, or in another dtype than `expected`, or for a dtype without a fixed tolerance when
+    there is neither.
     """
     if rtol is not None:
         check_rtol(rtol)
     book = RowBook.open(expected.requests, actual.requests, cached_positions(actual))
     own_book = RowBook.open(expected.requests, expected.requests)
-    wide_book = None if reference is None else _reference_book(reference, expected, rtol)
+    witnesses = _witnesses(expected, reference, repeats, rtol)
     entries: list[LedgerEntry] = []
     summaries: list[SiteSummary] = []
     due = delivered = 0
@@ -80,8 +84,9 @@ def compare_captures(
         if mine is None or theirs is None:
             continue
         pairs = Pairs.match(site, mine, theirs, book, expected_keys)
-        if reference is not None and wide_book is not None:
-            pairs = pairs.against(*_rows_at(site, reference, wide_book))
+        if witnesses:
+            wide, *narrow = (each.rows_at(site) for each in witnesses)
+            pairs = pairs.against(wide, narrow)
         summaries.append(pairs.judge(rtol))
     comparison = Comparison(
         token_problems=tuple(compare_tokens(actual.requests, expected.requests)),
@@ -93,30 +98,50 @@ def compare_captures(
     return replace(comparison, diagnoses=diagnoses)
 
 
-def _reference_book(reference: Capture, expected: Capture, rtol: float | None) -> RowBook:
-    """A book of the reference's rows; raises ToleranceError when it can't be a reference."""
+@dataclass(frozen=True, eq=False)
+class _Witness:
+    """A further capture of the expected tokens, by what it is called in errors."""
+
+    called: str
+    capture: Capture
+    book: RowBook
+
+    def rows_at(self, site: Site) -> Witnessed:
+        """Its rows at a site; raises ToleranceError when it has none."""
+        if site not in self.capture.rows:
+            raise ToleranceError(
+                f"{self.called} lacks site {site}: capture it at every site that is compared"
+            )
+        rows = self.capture.rows[site]
+        return Witnessed(self.called, rows, self.book.delivered_keys(rows.columns))
+
+
+def _witnesses(
+    expected: Capture, reference: Capture | None, repeats: Sequence[Capture], rtol: float | None
+) -> list[_Witness]:
+    """The reference and the repeats, in this order; raises ToleranceError when they can't serve."""
+    if reference is None:
+        if repeats:
+            raise ToleranceError("repeats were given without the reference that they are held to")
+        return []
     if rtol is not None:
         raise ToleranceError(
             f"rtol={rtol!r} and a reference were given: the reference sets what each row may be "
             "off, so give one of the two"
         )
-    problems = list(compare_tokens(reference.requests, expected.requests))
-    if problems:
-        raise ToleranceError(
-            f"the reference is of other tokens than the expected capture: request "
-            f"{problems[0].request_id!r}: {problems[0].reason}. Capture it on the same requests"
-        )
-    return RowBook.open(expected.requests, reference.requests)
-
-
-def _rows_at(site: Site, reference: Capture, book: RowBook) -> tuple[SiteRows, IntArray]:
-    """The reference's rows at a site, and their keys."""
-    if site not in reference.rows:
-        raise ToleranceError(
-            f"the reference lacks site {site}: capture it at every site that is compared"
-        )
-    rows = reference.rows[site]
-    return rows, book.delivered_keys(rows.columns)
+    named = {"the reference": reference}
+    named |= {f"repeat {number}": repeat for number, repeat in enumerate(repeats, 1)}
+    for called, capture in named.items():
+        problems = list(compare_tokens(capture.requests, expected.requests))
+        if problems:
+            raise ToleranceError(
+                f"{called} is of other tokens than the expected capture: request "
+                f"{problems[0].request_id!r}: {problems[0].reason}. Capture it on the same requests"
+            )
+    return [
+        _Witness(called, capture, RowBook.open(expected.requests, capture.requests))
+        for called, capture in named.items()
+    ]
 
 
 def _duplicated_in_expected(site: Site, keys: IntArray, book: RowBook) -> list[LedgerEntry]:

@@ -24,7 +24,7 @@ float16 5 of 6 (SmolLM2 and llama) and bfloat16 none; of 10 % ones, bfloat16 cat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -81,17 +81,30 @@ def default_limits(dtype: torch.dtype) -> OutputLimits:
     return LIMITS[dtype]
 
 
-def limits_by_noise(expected: Capture, reference: Capture) -> OutputLimits:
+def limits_by_noise(
+    expected: Capture, reference: Capture, repeats: Sequence[Capture] = ()
+) -> OutputLimits:
     """The limits that these very rows set: what the dtype costs Transformers' own outputs, widened.
 
-    `reference` holds the logits of the same tokens in a wider dtype. Of each number it is
-    NOISE_FACTOR times as much, and never less than the default limit. Raises ToleranceError as
+    `reference` holds the logits of the same tokens in a wider dtype, `repeats` those of further
+    runs of `expected` (see `tapcheck.checks.noise_floor`). Of each number it is NOISE_FACTOR times
+    the largest of any run, and never less than the default limit. Raises ToleranceError as
     `default_limits` does.
     """
-    shared = _SharedRows.match(expected, reference)
+    least = default_limits(expected.rows[LOGITS].values.dtype)
+    runs = [_limits_of(run, reference, least) for run in (expected, *repeats)]
+    return OutputLimits(
+        max(run.worst_logprob_difference for run in runs),
+        min(run.mean_overlap for run in runs),
+        max(run.median_kl for run in runs),
+        max(run.worst_kl for run in runs),
+    )
+
+
+def _limits_of(run: Capture, reference: Capture, least: OutputLimits) -> OutputLimits:
+    shared = _SharedRows.match(run, reference)
     difference, overlap = shared.measure(lambda mine, theirs: _top_k(mine, theirs, TOP_K), 2)
     (divergence,) = shared.measure(lambda mine, theirs: kl_nats(mine, theirs)[None], 1)
-    least = default_limits(expected.rows[LOGITS].values.dtype)
     if not len(divergence) or not np.isfinite(divergence + difference).all():
         return least
     return OutputLimits(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,12 +33,35 @@ from tapcheck.sites import Site
 
 
 @dataclass(frozen=True, eq=False)
+class Witnessed:
+    """A further capture's rows at a site, with their keys in the book."""
+
+    called: str
+    rows: SiteRows
+    keys: IntArray
+
+    def places(self, site: Site, keys: IntArray, book: RowBook) -> IntArray:
+        """Where its rows of these keys are; raises ToleranceError when it lacks one."""
+        order = np.argsort(self.keys, kind="stable")
+        found = np.searchsorted(self.keys, keys, sorter=order)
+        places = order[found.clip(max=max(len(order) - 1, 0))] if len(order) else order
+        lacking = self.keys[places] != keys if len(order) else np.ones(len(keys), bool)
+        if lacking.any():
+            request, position = book.owner(int(keys[lacking.argmax()]))
+            raise ToleranceError(
+                f"{self.called} lacks request {request.id!r}, site {site}, position {position}: "
+                "capture it on the same tokens, at the same sites and positions"
+            )
+        return places
+
+
+@dataclass(frozen=True, eq=False)
 class Pairs:
     """The rows of one site that both captures have, by request and position.
 
     Pair i is row `left[i]` of `actual` and row `right[i]` of `expected`, with key `keys[i]` in
     the book; of a row that was delivered twice it is the first copy. With a reference, row
-    `wide[i]` of it is what both are held against.
+    `wide[i]` of it is what both are held against, and so is row `places[i]` of each of `narrow`.
     """
 
     site: Site
@@ -49,6 +73,7 @@ class Pairs:
     right: IntArray
     reference: SiteRows | None = None
     wide: IntArray | None = None
+    narrow: Sequence[tuple[SiteRows, IntArray]] = ()
 
     @classmethod
     def match(
@@ -64,30 +89,27 @@ class Pairs:
         keys, left, right = np.intersect1d(actual_keys, expected_keys, return_indices=True)
         return cls(site, actual, expected, book, keys, left, right)
 
-    def against(self, reference: SiteRows, reference_keys: IntArray) -> Pairs:
-        """The pairs with the reference's rows, whose keys are given.
+    def against(self, reference: Witnessed, repeats: Sequence[Witnessed]) -> Pairs:
+        """The pairs with the reference's rows, and those of repeats of the expected run.
 
-        Raises ToleranceError when a row is missing there, or its dtype is no wider.
+        Raises ToleranceError when a row is missing there, or a dtype isn't what it has to be.
         """
-        dtype, mine = reference.values.dtype, self.expected.values.dtype
-        if torch.finfo(dtype).eps >= torch.finfo(mine).eps:
-            raise ToleranceError(
-                f"site {self.site}: the reference is {dtype_name(dtype)} and the expected capture "
-                f"{dtype_name(mine)}: a noise floor needs a reference in a wider dtype"
-            )
-        order = np.argsort(reference_keys, kind="stable")
-        place = np.searchsorted(reference_keys, self.keys, sorter=order)
-        wide = order[place.clip(max=max(len(order) - 1, 0))] if len(order) else order
-        lacking = np.ones(len(self.keys), bool)
-        if len(order):
-            lacking = reference_keys[wide] != self.keys
-        if lacking.any():
-            request, position = self.book.owner(int(self.keys[lacking.argmax()]))
-            raise ToleranceError(
-                f"the reference lacks request {request.id!r}, site {self.site}, position "
-                f"{position}: capture it on the same tokens, at the same sites and positions"
-            )
-        return replace(self, reference=reference, wide=wide)
+        mine = self.expected.values.dtype
+        for each in (reference, *repeats):
+            dtype = each.rows.values.dtype
+            wider = torch.finfo(dtype).eps < torch.finfo(mine).eps
+            if not wider if each is reference else dtype != mine:
+                needed = "a wider dtype" if each is reference else "that dtype"
+                raise ToleranceError(
+                    f"site {self.site}: {each.called} is {dtype_name(dtype)} and the expected "
+                    f"capture {dtype_name(mine)}: a noise floor needs it in {needed}"
+                )
+        return replace(
+            self,
+            reference=reference.rows,
+            wide=reference.places(self.site, self.keys, self.book),
+            narrow=[(each.rows, each.places(self.site, self.keys, self.book)) for each in repeats],
+        )
 
     def judge(self, rtol: float | None) -> SiteSummary:
         """The site's numbers and which of its rows fail; none where the widths differ."""
@@ -133,19 +155,20 @@ class Pairs:
         candidate = row_metrics(
             self.actual.values, truth, actual_index=self.left, expected_index=self.wide
         )
-        own = row_metrics(
-            self.expected.values, truth, actual_index=self.right, expected_index=self.wide
+        own, *others = (
+            row_metrics(rows.values, truth, actual_index=index, expected_index=self.wide)
+            for rows, index in ((self.expected, self.right), *self.narrow)
         )
-        floor = row_floors(own.relative_error, dtype)
+        floor = row_floors([run.relative_error for run in (own, *others)], dtype)
         allowed = allowances(floor, dtype)
         error = candidate.relative_error
         misplaced = self._neighbours_rows(suspects(error, floor, allowed), error, floor)
         allowed[misplaced] = SUSPECT_LIMIT * floor[misplaced]
         apart, outlier_allowed = _apart(candidate), np.zeros(len(candidate))
-        outlier_floor = row_floors(own.outlier_error[apart], dtype)
+        outlier_floor = row_floors([run.outlier_error[apart] for run in (own, *others)], dtype)
         outlier_allowed[apart] = allowances(outlier_floor, dtype)
         errors = self._errors(candidate, allowed, outlier_allowed, floor)
-        return errors, site_floor(candidate, own, floor, dtype)
+        return errors, site_floor(candidate, own, dtype)
 
     def _neighbours_rows(self, pairs: IntArray, error: FloatArray, floor: FloatArray) -> IntArray:
         """Those of the pairs whose actual row is that of the position before or after it.

@@ -22,7 +22,7 @@ from tapcheck.checks.comparison import Comparison
 from tapcheck.checks.equivalence import compare_captures
 from tapcheck.checks.faults import FAULTS
 from tapcheck.checks.faults.models import MODEL_FAULTS, sliding_window
-from tapcheck.checks.noise_floor import REFERENCE_DTYPES
+from tapcheck.checks.noise_floor import PERTURBATIONS, REFERENCE_DTYPES
 from tapcheck.errors import CaptureError
 from tapcheck.hf import HFBackend
 from tapcheck.request import Request
@@ -161,15 +161,18 @@ def _named_as(tries: Sequence[Injection]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class HealthyPair:
-    """Two healthy captures of the same tokens, and a reference in a wider dtype."""
+    """Two healthy captures of the same tokens, a reference in a wider dtype, and repeats."""
 
     actual: Capture
     expected: Capture
     reference: Capture
+    repeats: Sequence[Capture]
 
     def compare(self, actual: Capture) -> Comparison:
         """Judge a capture in the place of the healthy one."""
-        return compare_captures(actual, self.expected, reference=self.reference)
+        return compare_captures(
+            actual, self.expected, reference=self.reference, repeats=self.repeats
+        )
 
 
 def selftest(
@@ -258,7 +261,11 @@ class _Engines:
         actual = self.candidate.capture(requests, sites, max_new_tokens=NEW_TOKENS)
         expected = self._expected.capture(actual.requests, sites)
         reference = self._reference.capture(actual.requests, sites)
-        return HealthyPair(actual, expected, reference)
+        repeats = [
+            self._expected.capture(actual.requests, sites, perturb=number)
+            for number in PERTURBATIONS
+        ]
+        return HealthyPair(actual, expected, reference, repeats)
 
     def __enter__(self) -> _Engines:
         return self

@@ -35,8 +35,8 @@ from tapcheck.checks.metamorphic import (
     reordered,
     same_on_both,
 )
+from tapcheck.checks.noise_floor import PERTURBATIONS, REFERENCE_DTYPES
 from tapcheck.checks.oracle import judge_oracle
-from tapcheck.checks.noise_floor import REFERENCE_DTYPES
 from tapcheck.checks.outputs import (
     greedy_tokens,
     kl_divergence,
@@ -86,16 +86,24 @@ def run_job(job: Job) -> Finding:
     with VLLMBackend(job.path, dtype=job.dtype, in_process=in_process, **arguments) as engine:
         actual = engine.capture(requests, sites, max_new_tokens=NEW_TOKENS)
     expected = reference.capture(actual.requests, sites)
-    wide, lacking = _wide_capture(job, actual.requests, sites)
-    results = tuple(judge_engine(job, requests, actual, expected, wide, lacking))
+    floor, lacking = _noise_floor(job, actual.requests, sites)
+    results = tuple(judge_engine(job, requests, actual, expected, floor, lacking))
     situations = count_situations(actual) | actual.situations
     return Finding(results, (_engine_settings(job, actual),), situations)
 
 
-def _wide_capture(
+@dataclass(frozen=True, eq=False)
+class NoiseFloor:
+    """What `tapcheck.checks.noise_floor` judges by: a wider reference, and repeats."""
+
+    reference: Capture
+    repeats: Sequence[Capture]
+
+
+def _noise_floor(
     job: Job, requests: Sequence[Request], sites: Sequence[Site]
-) -> tuple[Capture | None, str]:
-    """The reference of a job, in a wider dtype, or None and why there is none, if that needs saying.
+) -> tuple[NoiseFloor | None, str]:
+    """The noise floor of a job, or None and why there is none, if that needs saying.
 
     A job with a tolerance of its own needs none.
     """
@@ -108,8 +116,11 @@ def _wide_capture(
             f"no {wider} reference fits in memory ({needed / 2**30:.1f} GiB needed, "
             f"{free / 2**30:.1f} GiB free), so the fixed tolerance of {job.dtype} judged"
         )
-    with HFBackend(job.path, dtype=wider, device=job.device) as reference:
-        return reference.capture(requests, sites), ""
+    with HFBackend(job.path, dtype=wider, device=job.device) as engine:
+        reference = engine.capture(requests, sites)
+    narrow = _reference(job)
+    repeats = [narrow.capture(requests, sites, perturb=seed) for seed in PERTURBATIONS]
+    return NoiseFloor(reference, repeats), ""
 
 
 @functools.lru_cache(maxsize=1)
@@ -147,18 +158,18 @@ def judge_engine(
     requests: list[Request],
     actual: Capture,
     expected: Capture,
-    reference: Capture | None = None,
+    floor: NoiseFloor | None = None,
     note: str = "",
 ) -> Iterator[CheckResult]:
     """Every check of one engine's capture against Transformers' on the same tokens.
 
-    `reference` is Transformers' capture in a wider dtype, for the noise floor; `note` joins the verdict.
+    Without a `floor` tolerances are fixed; `note` joins the verdict.
     """
-    limits = None if reference is None else limits_by_noise(expected, reference)
+    limits = None if floor is None else limits_by_noise(expected, floor.reference, floor.repeats)
     judges: dict[str, Callable[[], CheckResult]] = {
         "ledger": lambda: check_ledger(requests, expected.sites, actual),
         "equivalence": lambda: check_equivalence(
-            actual, expected, job.rtol, reference=reference, note=note, bundle=job.bundle
+            actual, expected, job.rtol, floor=floor, note=note, bundle=job.bundle
         ),
         "tokens": lambda: greedy_tokens(actual, expected, new_tokens=NEW_TOKENS),
         "top_k_logprobs": lambda: top_k_logprobs(actual, expected, limits=limits),
@@ -276,17 +287,20 @@ def check_equivalence(
     expected: Capture,
     rtol: float | None = None,
     *,
-    reference: Capture | None = None,
+    floor: NoiseFloor | None = None,
     note: str = "",
     bundle: str | None = None,
 ) -> CheckResult:
     """Every row equals Transformers' row of the same request, site and position.
 
-    Within `rtol`, or what the dtype costs Transformers against its wider `reference`.
+    Within `rtol`, or what the dtype costs Transformers by the noise `floor`.
     """
-    comparison = compare_captures(actual, expected, rtol=rtol, reference=reference)
+    judge: dict[str, Any] = {"rtol": rtol}
+    if floor is not None:
+        judge |= {"reference": floor.reference, "repeats": floor.repeats}
+    comparison = compare_captures(actual, expected, **judge)
     if bundle is not None and not comparison.passed:
-        write_bundle(bundle, actual, expected, comparison, reference=reference, rtol=rtol)
+        write_bundle(bundle, actual, expected, comparison, **judge)
     return comparison_result(check_equivalence, comparison, note=note)
 
 

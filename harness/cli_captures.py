@@ -178,6 +178,12 @@ def diff(
             help="The same tokens in a wider dtype: each row may be as far off as EXPECTED's is.",
         ),
     ] = None,
+    repeat: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Another run of EXPECTED, for the same purpose; repeatable."
+        ),
+    ] = None,
     json_file: JsonOption = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a report as one HTML page.")
@@ -199,7 +205,8 @@ def diff(
 
     mine, theirs = load_capture(actual), load_capture(expected)
     wider = None if reference is None else load_capture(reference)
-    comparison = compare_captures(mine, theirs, rtol=rtol, reference=wider)
+    repeats = [load_capture(path) for path in repeat or ()]
+    comparison = compare_captures(mine, theirs, rtol=rtol, reference=wider, repeats=repeats)
     if json_file or html:
         data = report.report_data(comparison, mine, theirs, wider)
         if json_file:
@@ -208,6 +215,8 @@ def diff(
             report.write_html(html, data)
     out.print(explain(comparison))
     if bundle and not comparison.passed:
-        report.write_bundle(bundle, mine, theirs, comparison, reference=wider, rtol=rtol)
+        report.write_bundle(
+            bundle, mine, theirs, comparison, reference=wider, repeats=repeats, rtol=rtol
+        )
         out.print(f"{bundle} replays this elsewhere: see {bundle / 'README.md'}")
     return 0 if comparison.passed else 1

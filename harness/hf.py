@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -138,20 +139,28 @@ class HFBackend:
         select: Iterable[int | str] = ("all",),
         *,
         max_new_tokens: int = 16,
+        perturb: int | None = None,
     ) -> Capture:
         """Run `requests` and capture `sites` at the selected positions.
 
         See `Backend.capture`. A teacher-forced request runs as one forward pass; the others run
-        through `generate`, and their rows are taken while it generates.
+        through `generate`, and their rows are taken while it generates. With `perturb`, a seed,
+        each value of the embeddings is moved to a neighbouring number of the dtype, up or down at
+        random: what that changes is what the dtype does not settle. Raises CaptureError for a
+        request that would generate then.
         """
         model = self.model
+        if perturb is not None and not all(request.generated_token_ids for request in requests):
+            raise CaptureError(
+                "a perturbed run might generate other tokens: give it requests that are done"
+            )
         check_requests(requests, [max_new_tokens] * len(requests))
         require_vocabulary(self._model_name, self.config, requests)
         plan = make_plan(sites, select, self.num_layers)
         store = RowStore(plan.sites, plan.selectors)
         done: dict[int, Request] = {}
         steps = itertools.count()
-        with self._one_at_a_time, torch.inference_mode():
+        with self._one_at_a_time, _perturbed(model, perturb), torch.inference_mode():
             taps = self._taps(plan)
             for indexes in self._batches(requests):
                 batch = _Batch(model, [requests[i] for i in indexes], indexes, store, steps)
@@ -229,6 +238,26 @@ def _attention(config: Any) -> dict[str, str]:
     """
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return {"attn_implementation": "eager"} if capped else {}
+
+
+@contextlib.contextmanager
+def _perturbed(model: Any, seed: int | None) -> Iterator[None]:
+    """A context in which the model's embeddings are off by a rounding each; not without a seed."""
+    if seed is None:
+        yield
+        return
+    generator = torch.Generator().manual_seed(seed)
+
+    def perturb(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        half = torch.finfo(output.dtype).eps / 2
+        up = torch.randint(2, output.shape, generator=generator).to(output.device, torch.double)
+        return (output.double() * (1 + (2 * up - 1) * half)).to(output.dtype)
+
+    handle = model.get_input_embeddings().register_forward_hook(perturb)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _Batch:

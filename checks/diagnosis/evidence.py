@@ -273,7 +273,7 @@ class Case:
             if own is None:
                 return None
             dtype = self.expected.rows[sample.site].values.dtype
-            typical = row_floors(_errors(own.values, rows.values, index), dtype)
+            typical = row_floors([_errors(own.values, rows.values, index)], dtype)
             allowed = allowances(typical, dtype)
             always = always_allowed(dtype) / float(np.median(typical))
             most = 1 + max(0.5, 3 / np.sqrt(len(index)), always)

@@ -54,6 +54,8 @@ _ROLES = {
     "expected": "the capture that it should match",
     "reference": "the same tokens in a wider dtype",
 }
+_REPEAT = "repeat-"
+_A_REPEAT = "another run of what was expected"
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,14 @@ def write_bundle(
     comparison: Comparison,
     *,
     reference: Capture | None = None,
+    repeats: Sequence[Capture] = (),
     rtol: float | None = None,
 ) -> None:
     """Write what replays a failed comparison to `directory`, which must be new or empty.
 
-    `rtol` and `reference` are those of the comparison. The slices are as small as still give the
-    same first divergence. Raises ReportError for a comparison that passed, for a folder that
-    holds something, or where matplotlib is not installed.
+    `rtol`, `reference` and `repeats` are those of the comparison. The slices are as small as still
+    give the same first divergence. Raises ReportError for a comparison that passed, for a folder
+    that holds something, or where matplotlib is not installed.
     """
     directory = Path(directory)
     if comparison.passed:
@@ -105,6 +108,7 @@ def write_bundle(
     _require_empty(directory)
     captures = {"actual": actual, "expected": expected}
     captures |= {} if reference is None else {"reference": reference}
+    captures |= {f"{_REPEAT}{number}": repeat for number, repeat in enumerate(repeats, 1)}
     cut, slices = _smallest_that_replays(captures, comparison, rtol)
     data = report_data(comparison, actual, expected, reference)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +144,11 @@ def _smallest_that_replays(
     for cut in _cuts(captures, comparison):
         slices = {role: cut.of(capture) for role, capture in captures.items()}
         again = compare_captures(
-            slices["actual"], slices["expected"], rtol=rtol, reference=slices.get("reference")
+            slices["actual"],
+            slices["expected"],
+            rtol=rtol,
+            reference=slices.get("reference"),
+            repeats=[slice for role, slice in slices.items() if role.startswith(_REPEAT)],
         )
         if _findings(again) == found:
             if bool(again.diagnoses) == diagnosed:
@@ -222,13 +230,17 @@ def _readme(comparison: Comparison, cut: _Cut, roles: Sequence[str], rtol: float
     command = ["tapcheck", "diff", "actual.safetensors", "expected.safetensors"]
     if "reference" in roles:
         command += ["--reference", "reference.safetensors"]
+    for role in roles:
+        command += ["--repeat", f"{role}.safetensors"] if role.startswith(_REPEAT) else []
     if rtol is not None:
         command += ["--rtol", repr(rtol)]
     return _README.format(
         headline=_quoted(explain(comparison).splitlines()[0]),
         version=version("tapcheck"),
         command=shlex.join(command),
-        files="\n".join(f"| {role}.safetensors | {_ROLES[role]} |" for role in roles),
+        files="\n".join(
+            f"| {role}.safetensors | {_ROLES.get(role, _A_REPEAT)} |" for role in roles
+        ),
         cut=cut.text,
     )
 

@@ -22,10 +22,11 @@ from tapcheck.checks import compare_captures
 from tapcheck.errors import CaptureError, EngineError, ModelError, SelectorError, SiteError
 from tapcheck.hf import HFBackend
 from tapcheck.request import Request
-from tapcheck.sites import all_sites
+from tapcheck.sites import Site, all_sites
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+EMBED = Site("embed")
 Zoo = Callable[[str], Path]
 
 PROMPTS = ((5, 9, 200, 33, 44, 71, 118, 3), (150,), (61, 8, 24, 199, 35))
@@ -374,9 +375,7 @@ def test_other_dtypes_are_refused(model_zoo: Zoo, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
-def test_float64_is_what_float32_is_a_rounding_of(
-    model_zoo: Zoo, architecture: str
-) -> None:
+def test_float64_is_what_float32_is_a_rounding_of(model_zoo: Zoo, architecture: str) -> None:
     """Requests of different lengths, which run alone: padded, gemma2's rows would be NaN."""
     requests = [Request("a", (5, 9, 20, 4, 7)), Request("b", (7, 8, 9)), Request("c", (3,))]
     captures = []
@@ -388,6 +387,34 @@ def test_float64_is_what_float32_is_a_rounding_of(
     comparison = compare_captures(narrow, wide, rtol=1e-5)
     assert comparison.passed
     assert comparison.worst_relative_error > 1e-8  # it isn't float32 widened
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_perturbed_run_has_embeddings_a_rounding_off_and_the_next_run_has_none(
+    model_zoo: Zoo, dtype: str
+) -> None:
+    requests = [Request("a", (5, 9, 20), (4,)), Request("b", (7, 8), (9,))]
+    with HFBackend(model_zoo("llama"), dtype=dtype) as backend:
+        plain = backend.capture(requests, backend.sites)
+        one, again, other = (
+            backend.capture(requests, backend.sites, perturb=seed) for seed in (1, 1, 2)
+        )
+        assert backend.capture(requests, backend.sites) == plain
+    assert one == again != other
+    eps = torch.finfo(plain.rows[EMBED].values.dtype).eps
+    moved = one.rows[EMBED].values.double() / plain.rows[EMBED].values.double() - 1
+    assert moved.abs().max() <= eps
+    assert (moved > 0).float().mean() == pytest.approx(0.5, abs=0.2)
+    assert (moved != 0).float().mean() > 0.9
+    assert not compare_captures(one, plain, rtol=eps / 100).passed
+
+
+def test_a_perturbed_run_is_of_requests_that_are_done(model_zoo: Zoo) -> None:
+    with (
+        HFBackend(model_zoo("llama")) as backend,
+        pytest.raises(CaptureError, match="might generate other tokens"),
+    ):
+        backend.capture([Request("a", (1, 2))], ["embed"], perturb=1)
 
 
 @pytest.mark.parametrize("device", ["warp-drive", "cuda:63"])

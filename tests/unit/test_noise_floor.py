@@ -172,32 +172,46 @@ def test_the_order_in_which_rows_were_delivered_changes_nothing(order: list[int]
     assert one.sites == other.sites
 
 
+@pytest.mark.parametrize("repeats", [0, 1, 3])
+def test_a_row_that_the_dtype_does_not_settle_fails_unless_a_repeat_shows_it(repeats: int) -> None:
+    """The candidate and one repeat are on one side of an edge, Transformers on the other."""
+    candidate, expected, reference = captures()
+
+    def tipped(values: torch.Tensor) -> torch.Tensor:
+        values[5] = 1.6 * values[5]
+        return values
+
+    others = [captures(seed=1 + number)[1] for number in range(repeats)]
+    others = [changed(other, lambda _, was=expected: was.rows[SITE].values) for other in others]
+    if others:
+        others[-1] = changed(others[-1], tipped)
+    comparison = compare_captures(
+        changed(candidate, tipped), expected, reference=reference, repeats=others
+    )
+    assert comparison.passed == bool(repeats)
+    assert not compare_captures(
+        changed(candidate, swapped), expected, reference=reference, repeats=others
+    ).passed
+
+
+def test_repeats_loosen_no_verdict_on_a_site_as_a_whole() -> None:
+    """Whose rows are all off, as those of a perturbed embedding are."""
+    candidate, expected, reference = captures()
+    scaled = changed(candidate, lambda values: values * 1.02)
+    assert not compare_captures(scaled, expected, reference=reference, repeats=[scaled]).passed
+
+
 def test_a_row_floor_is_never_below_its_site_s_median_nor_what_storing_costs() -> None:
-    floors = row_floors(np.array([0.0, 0.1, 0.2, 0.3, 9.0]), torch.bfloat16)
+    floors = row_floors([np.array([0.0, 0.1, 0.2, 0.3, 9.0])], torch.bfloat16)
     assert floors.tolist() == [0.2, 0.2, 0.2, 0.3, 9.0]
-    assert (row_floors(np.zeros(3), torch.bfloat16) == 2**-9).all()
-    assert len(row_floors(np.empty(0), torch.bfloat16)) == 0
+    assert (row_floors([np.zeros(3)], torch.bfloat16) == 2**-9).all()
+    assert len(row_floors([np.empty(0)], torch.bfloat16)) == 0
 
 
 def test_no_row_may_be_as_far_off_as_another_token_s_unless_transformers_itself_nearly_is() -> None:
-    floor = np.array([1e-3] * 8 + [0.06, 0.1, 0.9])
-    allowed = allowances(floor, torch.bfloat16)
-    assert allowed[:8] == pytest.approx([MOST_ALLOWED] * 8)  # the tail is at 0.1
-    assert allowed[8:] == pytest.approx([MOST_ALLOWED, UNSETTLED_LIMIT * 0.1, UNSETTLED_LIMIT * 0.9])
-    assert len(allowances(np.empty(0), torch.bfloat16)) == 0
-
-
-@given(st.integers(2, 40), st.floats(1.0, 1e6))
-def test_the_largest_floor_of_a_site_loosens_no_other_row(rows: int, outsized: float) -> None:
-    floor = np.full(rows, 1e-3)
-    floor[rows // 2] = outsized * 1e-3
-    others = np.delete(allowances(floor, torch.bfloat16), rows // 2)
-    assert others == pytest.approx(np.full(rows - 1, ROW_LIMIT * 1e-3))
-
-
-def test_rows_of_a_site_whose_floors_spread_may_be_as_far_off_as_these_spread() -> None:
-    floor = np.array([1e-3] * 16 + [4e-3] * 4)
-    assert allowances(floor, torch.bfloat16) == pytest.approx(np.full(20, ROW_LIMIT * 4e-3))
+    allowed = allowances(np.array([1e-3, 0.06, 0.1, 0.9]), torch.bfloat16)
+    unsettled = [UNSETTLED_LIMIT * 0.1, UNSETTLED_LIMIT * 0.9]
+    assert allowed == pytest.approx([ROW_LIMIT * 1e-3, MOST_ALLOWED, *unsettled])
 
 
 def test_float32_allows_what_its_fixed_tolerance_does_and_a_sensitive_row_more() -> None:
@@ -260,7 +274,7 @@ def other_tokens(capture: Capture) -> Capture:
             r"lacks request 'a', site resid_post\.1, position 0",
         ),
         (lambda c: replace(c, rows={SITE: c.rows[SITE].take(np.arange(0))}), "position 0"),
-        (lambda c: changed(c, torch.Tensor.bfloat16), "needs a reference in a wider dtype"),
+        (lambda c: changed(c, torch.Tensor.bfloat16), "needs it in a wider dtype"),
         (other_tokens, "of other tokens than the expected capture: request 'a'"),
     ],
 )
@@ -270,6 +284,33 @@ def test_a_reference_that_can_t_serve_is_refused(
     candidate, expected, reference = captures()
     with pytest.raises(ToleranceError, match=reason):
         compare_captures(candidate, expected, reference=spoil(reference))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda c: replace(c, rows={}), r"repeat 2 lacks site resid_post\.1"),
+        (
+            lambda c: replace(c, rows={SITE: c.rows[SITE].take(np.arange(1, 40))}),
+            r"repeat 2 lacks request 'a', site resid_post\.1, position 0",
+        ),
+        (lambda c: changed(c, torch.Tensor.half), "repeat 2 is float16 and the expected"),
+        (other_tokens, "repeat 2 is of other tokens than the expected capture: request 'a'"),
+    ],
+)
+def test_a_repeat_that_can_t_serve_is_refused(
+    spoil: Callable[[Capture], Capture], reason: str
+) -> None:
+    candidate, expected, reference = captures()
+    repeats = [expected, spoil(expected)]
+    with pytest.raises(ToleranceError, match=reason):
+        compare_captures(candidate, expected, reference=reference, repeats=repeats)
+
+
+def test_repeats_without_a_reference_are_refused() -> None:
+    candidate, expected, _ = captures()
+    with pytest.raises(ToleranceError, match="without the reference"):
+        compare_captures(candidate, expected, repeats=[expected])
 
 
 def test_a_tolerance_beside_a_reference_is_refused() -> None:

@@ -63,9 +63,7 @@ def test_a_judge_that_condemns_everything_raises_false_alarms(
     model_zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare = module.compare_captures
-    monkeypatch.setattr(
-        module, "compare_captures", lambda a, e, reference: compare(a, e, rtol=1e-9)
-    )
+    monkeypatch.setattr(module, "compare_captures", lambda a, e, **_floor: compare(a, e, rtol=1e-9))
     found = selftest(model_zoo("llama"), name="tiny", healthy=2)
     assert not found.passed
     assert (len(found.healthy), len(found.false_alarms)) == (2, 2)
