@@ -41,6 +41,11 @@ def pair(write: Callable[[str, Capture], Path]) -> tuple[Path, Path]:
     return write("one", BROKEN), write("other", HEALTHY)
 
 
+def report_of(cli: Callable[..., Done], *arguments: object) -> Any:
+    cli(*arguments, "--json", "report.json")
+    return json.loads(Path("report.json").read_text(encoding="utf-8"))
+
+
 def test_a_failed_diff_writes_both_reports_and_prints_what_it_prints_without_them(
     cli: Callable[..., Done], pair: tuple[Path, Path]
 ) -> None:
@@ -77,6 +82,31 @@ def test_a_reference_sets_what_each_row_may_be_off(
     assert "noise floor" in done.out
     data = json.loads(Path("report.json").read_text(encoding="utf-8"))
     assert set(data["captures"]) == {"actual", "expected", "reference"}
+
+
+def test_a_repeat_shows_a_row_that_the_dtype_does_not_settle(
+    cli: Callable[..., Done], write: Callable[[str, Capture], Path]
+) -> None:
+    def off(capture: Capture, seed: int) -> Capture:
+        return perturbed(capture, 1e-3 if seed else 5e-2, seed=seed)
+
+    actual, expected = write("one", off(HEALTHY, 0)), write("other", off(HEALTHY, 1))
+    wide = write("wide", synthetic_capture(torch.float64, sites=SITES))
+    repeat = write("repeat", off(HEALTHY, 0))
+    judge = ("diff", actual, expected, "--reference", wide)
+    rows_failing = [
+        sum(site["failing"] for site in report_of(cli, *judge, *more)["sites"])
+        for more in ((), ("--repeat", repeat), ("--repeat", expected, "--repeat", repeat))
+    ]
+    assert rows_failing[0] > 0
+    assert rows_failing[1:] == [0, 0]
+
+
+def test_a_repeat_that_can_not_serve_is_refused(
+    refused: Callable[..., str], pair: tuple[Path, Path]
+) -> None:
+    assert "without the reference" in refused("diff", *pair, "--repeat", pair[1])
+    assert "nowhere: there is no such file" in refused("diff", *pair, "--repeat", "nowhere")
 
 
 def test_a_reference_that_can_not_serve_is_refused(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,19 +58,26 @@ def test_a_bundle_of_a_noise_floor_keeps_the_rows_that_make_it(tmp_path: Path) -
     broken = FAULTS["scaled"].inject(actual)
     comparison = compare_captures(broken, expected, reference=wide)
     assert not comparison.passed
-    write_bundle(tmp_path / "b", broken, expected, comparison, reference=wide)
-    parts = [
-        load_capture(tmp_path / "b" / f"{name}.safetensors") for name in ("actual", "expected")
-    ]
-    reference = load_capture(tmp_path / "b" / "reference.safetensors")
-    again = compare_captures(*parts, reference=reference)
+    floor: dict[str, Any] = {
+        "reference": wide,
+        "repeats": [perturbed(healthy, 1e-3, seed=seed) for seed in (3, 4)],
+    }
+    assert not compare_captures(broken, expected, **floor).passed
+    write_bundle(tmp_path / "b", broken, expected, comparison, **floor)
+    names = ("actual", "expected", "reference", "repeat-1", "repeat-2")
+    one, other, reference, *repeats = (
+        load_capture(tmp_path / "b" / f"{name}.safetensors") for name in names
+    )
+    again = compare_captures(one, other, reference=reference, repeats=repeats)
     assert again.failing_sites[0].site == comparison.failing_sites[0].site
     assert again.first_divergence is not None
     assert comparison.first_divergence is not None
     assert where(again.first_divergence) == where(comparison.first_divergence)
     # a row's allowance comes of its site's floors, of which the bundle has a part
     assert again.first_divergence.allowed == pytest.approx(comparison.first_divergence.allowed, 0.1)
-    assert "--reference reference.safetensors" in (tmp_path / "b" / "README.md").read_text("utf-8")
+    readme = (tmp_path / "b" / "README.md").read_text("utf-8")
+    files = [f"--{name[:-2]} {name}.safetensors" for name in names[3:]]
+    assert " ".join(["--reference reference.safetensors", *files]) in readme
 
 
 def test_a_bundle_of_two_empty_captures_is_all_that_there_is(tmp_path: Path) -> None:
