@@ -417,6 +417,17 @@ def test_limits_by_noise_pass_what_is_as_far_off_as_transformers_own_run_and_no_
         assert status(check(noisy(reference, 0.4, 3), expected, limits=limits)) == "fail"
 
 
+def test_limits_by_noise_are_those_of_the_repeat_that_is_furthest_off() -> None:
+    reference = healthy()
+    reference = with_values(reference, 8 * reference[LOGITS].values)
+    expected, repeat = noisy(reference, 0.05, 1), noisy(reference, 0.4, 3)
+    limits = limits_by_noise(expected, reference, [expected, repeat, expected])
+    assert limits == limits_by_noise(repeat, reference)
+    assert limits != limits_by_noise(expected, reference)
+    for check in (top_k_logprobs, kl_divergence):
+        assert status(check(noisy(reference, 0.4, 4), expected, limits=limits)) == "pass"
+
+
 def test_limits_by_noise_are_never_below_the_default_ones() -> None:
     reference = healthy()
     exact = with_values(reference, reference[LOGITS].values.bfloat16())

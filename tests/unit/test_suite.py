@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,42 @@ def test_every_check_passes_a_healthy_capture() -> None:
     assert tuple(result.name for result in results) == check_names(job)
     assert [status(result) for result in results] == ["pass"] * 6
     assert {len(result.source_hash) for result in results} == {64}
+
+
+# --- the noise floor -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "wider"), [("float32", "float64"), ("bfloat16", "float32")])
+def test_the_noise_floor_is_of_a_wider_dtype_and_repeats(
+    model_zoo: Callable[[str], Path], dtype: str, wider: str
+) -> None:
+    job = Job("tiny", str(model_zoo("llama")), dtype, "cpu", "in_process")
+    requests = [Request("a", (5, 9, 20), (4,)), Request("b", (7,), (8, 9))]
+    floor, lacking = suite._noise_floor(job, requests, [LOGITS])
+    assert floor is not None
+    assert not lacking
+    captures = (floor.reference, *floor.repeats)
+    dtypes = [str(capture[LOGITS].values.dtype) for capture in captures]
+    assert dtypes == [f"torch.{name}" for name in (wider, dtype, dtype, dtype)]
+    assert all(one != other for one, other in itertools.combinations(floor.repeats, 2))
+
+
+def test_where_no_reference_fits_in_memory_the_verdict_says_so(
+    model_zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "free_memory", lambda _device: 1000)
+    job = Job("tiny", str(model_zoo("llama")), "float32", "cpu", "in_process")
+    floor, lacking = suite._noise_floor(job, [], [])
+    assert floor is None
+    assert lacking.startswith("no float64 reference fits in memory (0.0 GiB needed")
+    capture = healthy()
+    results = list(judge_engine(job, asked(capture), capture, capture, floor, lacking))
+    assert results[1].reason.endswith("so the fixed tolerance of float32 judged")
+
+
+def test_a_job_with_a_tolerance_of_its_own_needs_no_noise_floor() -> None:
+    job = Job("tiny", "unused", "bfloat16", "cpu", "in_process", rtol=1e-2)
+    assert suite._noise_floor(job, [], []) == (None, "")
 
 
 # --- ledger --------------------------------------------------------------------------------------
