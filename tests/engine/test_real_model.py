@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tapcheck.capture import Capture, SiteRows
 from tapcheck.checks import assert_captures_match, compare_captures
 from tapcheck.checks.faults import FAULTS
 from tapcheck.checks.faults.models import MODEL_FAULTS
+from tapcheck.checks.noise_floor import PERTURBATIONS, REFERENCE_DTYPES
 from tapcheck.checks.selftest import selftest
 from tapcheck.models import encode
 from tapcheck.sites import Site, all_sites
@@ -52,8 +56,12 @@ def test_in_bfloat16_it_passes_and_a_2_percent_scale_or_one_misplaced_row_fails(
         dtype="bfloat16",
         max_model_len=512,
     )
-    reference = hf_capture(real_model, prompts=actual.requests, sites=sites)
-    assert_captures_match(actual, expected, reference=reference)
+    again = functools.partial(hf_capture, real_model, actual.requests, sites=sites)
+    floor: dict[str, Any] = {
+        "reference": again(),
+        "repeats": [again(dtype="bfloat16", perturb=seed) for seed in (1, 2, 3)],
+    }
+    assert_captures_match(actual, expected, **floor)
     for layer in (0, 14, 29):
         site = Site("resid_post", layer)
         rows = actual.rows[site]
@@ -62,10 +70,33 @@ def test_in_bfloat16_it_passes_and_a_2_percent_scale_or_one_misplaced_row_fails(
         scaled = rows.values * 1.02
         for values in (scaled, swapped):
             faulty = replace(actual, rows={**actual.rows, site: SiteRows(rows.columns, values)})
-            found = compare_captures(faulty, expected, reference=reference)
+            found = compare_captures(faulty, expected, **floor)
             assert [failing.site for failing in found.failing_sites] == [site]
             if values is scaled:  # the fixed tolerance can't see it
                 assert compare_captures(faulty, expected).passed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_it_makes_of_random_tokens_is_judged_by_what_repeats_show(
+    real_model: Path, capture_pair: Callable[..., tuple[Capture, Capture]],
+    hf_capture: Callable[..., Capture], dtype: str,
+) -> None:  # fmt: skip
+    """Which is nearer to the edges of a trained model than text is."""
+    generator = torch.Generator().manual_seed(11)
+    lengths = (3, 9, 16, 23, 41)
+    prompts = [torch.randint(49152, (n,), generator=generator).tolist() for n in lengths]
+    sites = all_sites(30)
+    actual, expected = capture_pair(
+        real_model, prompts=prompts, sites=sites, max_new_tokens=6, dtype=dtype, max_model_len=512
+    )
+    again = functools.partial(hf_capture, real_model, actual.requests, sites=sites)
+    comparison = assert_captures_match(
+        actual,
+        expected,
+        reference=again(dtype=REFERENCE_DTYPES[dtype]),
+        repeats=[again(dtype=dtype, perturb=seed) for seed in PERTURBATIONS],
+    )
+    assert comparison.rows_compared == comparison.rows_due == len(actual)
 
 
 def test_every_fault_is_caught_and_named_in_its_bfloat16_captures(real_model: Path) -> None:
