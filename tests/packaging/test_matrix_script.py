@@ -237,8 +237,10 @@ def test_an_interrupted_check_ends_the_run(checkout: Checkout, how: str) -> None
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_what_is_running_too(checkout: Checkout, number: signal.Signals) -> None:
     checkout.ends("0.28.0", "float32", "echo at work; sleep 600")
+    # Under nohup SIGHUP is ignored from birth, and bash can't trap it.
+    as_from_a_terminal = ["env", f"--default-signal={number.name[3:]}"]
     matrix = subprocess.Popen(
-        [checkout.script, *V1_HOOKS, "--versions", "0.28.0"],
+        [*as_from_a_terminal, checkout.script, *V1_HOOKS, "--versions", "0.28.0"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **checkout.env},
