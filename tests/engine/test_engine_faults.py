@@ -66,17 +66,18 @@ def test_a_killed_engine_core_is_a_clear_error_and_the_next_engine_works(
 
 
 @pytest.fixture
-def stingy(engine: VLLMBackend) -> Iterator[VLLMBackend]:
-    """The shared engine, of which a worker may hold 100 kB of rows."""
-    attached = VLLMBackend.attach(engine._llm, max_buffer_bytes=100_000)
+def stingy(either: VLLMBackend) -> Iterator[VLLMBackend]:
+    """A shared engine, of which a worker may hold 100 kB of rows."""
+    attached = VLLMBackend.attach(either._llm, max_buffer_bytes=100_000)
     yield attached
     attached.close()
-    engine._installed = None  # the shared backend taps anew
+    either._installed = None  # the shared backend taps anew
 
 
 def test_rows_that_nobody_collects_end_the_capture_and_not_the_machines_memory(
     stingy: VLLMBackend,
 ) -> None:
+    """The error is raised in a hook of the worker, and told by the next drain, in either process."""
     with stingy.session(["resid_post.1"]) as session:
         for number in range(4):  # 33 kB each, and nobody collects
             session.add_request(Request(str(number), tuple(range(1, 31))), max_new_tokens=4)
