@@ -77,7 +77,7 @@ def stingy(either: VLLMBackend) -> Iterator[VLLMBackend]:
 def test_rows_that_nobody_collects_end_the_capture_and_not_the_machines_memory(
     stingy: VLLMBackend,
 ) -> None:
-    """The error is raised in a hook of the worker, and told by the next drain, in either process."""
+    """The error is raised in a hook of the worker, in either process, and told by the drain."""
     with stingy.session(["resid_post.1"]) as session:
         for number in range(4):  # 33 kB each, and nobody collects
             session.add_request(Request(str(number), tuple(range(1, 31))), max_new_tokens=4)
