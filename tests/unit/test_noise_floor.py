@@ -181,10 +181,7 @@ def test_a_row_that_the_dtype_does_not_settle_fails_unless_a_repeat_shows_it(rep
         values[5] = 1.6 * values[5]
         return values
 
-    others = [captures(seed=1 + number)[1] for number in range(repeats)]
-    others = [changed(other, lambda _, was=expected: was.rows[SITE].values) for other in others]
-    if others:
-        others[-1] = changed(others[-1], tipped)
+    others = [expected] * (repeats - 1) + [changed(expected, tipped)] * bool(repeats)
     comparison = compare_captures(
         changed(candidate, tipped), expected, reference=reference, repeats=others
     )
